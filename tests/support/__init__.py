@@ -1,0 +1,1 @@
+"""What tests share: models, fixtures that start real processes, fakes."""
