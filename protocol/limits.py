@@ -1,0 +1,60 @@
+"""Every limit of the protocol, each with its reason. Both sides enforce them."""
+
+from typing import Final
+
+MEBIBYTE: Final = 1 << 20
+
+PROTOCOL_VERSION: Final = (1, 0)
+"""Major, minor. A different major cannot talk; a newer minor only adds fields and messages."""
+
+MAX_TOKENS: Final = 1 << 21
+"""Tokens in one prompt: twice the longest context any mlx-lm model accepts today, 8 MiB packed."""
+
+MAX_FRAME_BYTES: Final = 16 * MEBIBYTE
+"""One frame's body. The largest legal message is an Offer of MAX_TOKENS with its schema."""
+
+MAX_NAMESPACE_BYTES: Final = 512
+"""UTF-8 bytes of a namespace: room for a digest and a readable salt, small enough to log."""
+
+MAX_LABEL_BYTES: Final = 512
+"""UTF-8 bytes of a label (a session name)."""
+
+MAX_KEY_BYTES: Final = 512
+"""UTF-8 bytes of an object's key."""
+
+MAX_SCHEMA_BYTES: Final = MEBIBYTE
+"""An encoded schema: 128 layers of a nested cache take about 60 KiB."""
+
+MAX_METADATA_BYTES: Final = 4 * MEBIBYTE
+"""Opaque metadata of a checkpoint or object (JSON of plain values), never tensors."""
+
+MAX_TENSORS: Final = 8192
+"""Tensors in a schema or a snapshot: 128 layers with 64 tensors each."""
+
+MAX_WINDOW_GROUPS: Final = 64
+"""Distinct window geometries in one model."""
+
+MAX_DIMENSIONS: Final = 8
+"""Dimensions of one tensor."""
+
+MAX_IMAGES_PER_PUT: Final = 4096
+"""Images of one put: 512 GiB at the default segment size."""
+
+MAX_DESCRIPTORS: Final = 16
+"""Descriptors on one frame: macOS sockets reject larger sets once the peer lags."""
+
+MAX_NESTING: Final = 12
+"""Depth of msgpack containers in a frame; a Hit with window rows has 8, a report may have more."""
+
+MAX_VALUES: Final = 1 << 18
+"""Values in a frame. A Hit of MAX_IMAGES_PER_PUT parts and MAX_TENSORS snapshot tensors has fewer;
+more would let 16 MiB of bytes become a gigabyte of objects."""
+
+SEGMENT_MAX_BYTES: Final = 128 * MEBIBYTE
+"""Default upper bound of one segment image: large enough to stream, small enough to evict."""
+
+PAGE_BYTES: Final = 16384
+"""Allocation unit that budgets round up to: the page of Apple silicon, a multiple of Linux's."""
+
+WINDOW_EXTRA_ROWS: Final = 256
+"""Rows beyond what a window needs that are stored when the client still has them (rule T13)."""

@@ -1,0 +1,42 @@
+"""Where the socket is: the one rule that daemon and client must share.
+
+`PREFIXCACHED_SOCKET` names it; else it lies where the platform keeps a user's sockets. Never /tmp
+or $TMPDIR, whose files the system deletes after days (PLATFORM 1.6).
+"""
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import platformdirs
+
+SOCKET_VARIABLE: Final = "PREFIXCACHED_SOCKET"
+"""Environment variable with the socket's path, for every command and client."""
+
+MAX_SOCKET_PATH_BYTES: Final = 103
+"""Longest path that fits `sun_path` on macOS (104 with its NUL); Linux has 107."""
+
+_APPLICATION: Final = "prefixcached"
+_SOCKET_NAME: Final = "prefixcached.sock"
+
+
+def socket_path(environment: Mapping[str, str] | None = None) -> Path:
+    """Return the path of the socket that ``environment`` (of this process, by default) names.
+
+    On macOS the default is ``~/Library/Application Support/prefixcached/prefixcached.sock``. On
+    Linux it is ``prefixcached/prefixcached.sock`` in ``$XDG_RUNTIME_DIR``, else in
+    ``/run/user/UID`` where that exists (a job of cron or ssh has no variable and must find the
+    same daemon), else in the user's state directory.
+    """
+    variables = os.environ if environment is None else environment
+    named = variables.get(SOCKET_VARIABLE)
+    if named:
+        return Path(named).expanduser()
+    if sys.platform == "darwin":
+        return platformdirs.user_data_path(_APPLICATION) / _SOCKET_NAME
+    for runtime in (variables.get("XDG_RUNTIME_DIR", ""), f"/run/user/{os.getuid()}"):
+        if os.path.isabs(runtime) and os.path.isdir(runtime):
+            return Path(runtime) / _APPLICATION / _SOCKET_NAME
+    return platformdirs.user_state_path(_APPLICATION) / _SOCKET_NAME

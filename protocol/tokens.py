@@ -1,0 +1,74 @@
+"""Token ids as packed little-endian uint32: the one form in which they travel and are stored."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixcached.protocol.errors import UnsupportedTokensError
+
+TokenArray = NDArray[np.uint32]
+"""One-dimensional, dtype ``<u4``, shape (tokens,)."""
+
+_LITTLE_ENDIAN = np.dtype("<u4")
+
+
+def token_array(tokens: Sequence[int] | NDArray[Any] | bytes) -> TokenArray:
+    """Return ``tokens`` as a one-dimensional uint32 array without wrapping any id.
+
+    Args:
+        tokens: Token ids as a sequence of integers, an integer array of shape (tokens,), or
+            packed little-endian uint32 bytes.
+
+    Raises:
+        UnsupportedTokensError: An id is outside 0..2**32-1 (mlx_lm.server uses negative 60-bit
+            ids for images).
+        TypeError: The values are not integers or not one-dimensional.
+    """
+    if isinstance(tokens, bytes | bytearray | memoryview):
+        if len(tokens) % 4:
+            raise TypeError(f"packed tokens must be a multiple of 4 bytes, not {len(tokens)}")
+        return np.frombuffer(tokens, dtype=_LITTLE_ENDIAN)
+    try:
+        array = np.asarray(tokens)
+    except OverflowError as error:
+        raise UnsupportedTokensError("a token id does not fit in 64 bits") from error
+    if array.ndim != 1:
+        raise TypeError(f"tokens must be one-dimensional, not of shape {array.shape}")
+    if array.size == 0:
+        return np.empty(0, dtype=_LITTLE_ENDIAN)
+    if array.dtype == object or array.dtype.kind == "f":
+        if all(isinstance(token, int) for token in tokens):
+            raise UnsupportedTokensError("a token id does not fit in 64 bits")
+        raise TypeError("tokens must be integers")
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"tokens must be integers, not {array.dtype}")
+    if array.dtype != np.uint32:
+        low, high = int(array.min()), int(array.max())
+        if low < 0 or high > 0xFFFFFFFF:
+            raise UnsupportedTokensError(
+                f"token ids must lie in 0..4294967295, found {low if low < 0 else high}"
+            )
+    return np.ascontiguousarray(array, dtype=_LITTLE_ENDIAN)
+
+
+def pack_tokens(tokens: Sequence[int] | NDArray[Any] | bytes) -> bytes:
+    """Return the wire form of ``tokens``: 4 bytes a token. Errors as `token_array`."""
+    return token_array(tokens).tobytes()
+
+
+def common_prefix_length(left: TokenArray, right: TokenArray) -> int:
+    """Return how many leading tokens of the two arrays are equal.
+
+    Doubling blocks keep the early-mismatch case short and the long-match case vectorised.
+    """
+    limit = min(left.size, right.size)
+    start, block = 0, 64
+    while start < limit:
+        stop = min(start + block, limit)
+        equal = left[start:stop] == right[start:stop]
+        if not equal.all():
+            return start + int(equal.argmin())
+        start, block = stop, block * 8
+    return limit
