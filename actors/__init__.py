@@ -1,0 +1,1 @@
+"""The Trio actors and the pure policies they run."""

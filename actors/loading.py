@@ -1,0 +1,194 @@
+"""LoadDesk: the index from file headers at start-up. Part of RamTier, pure. Rules D5, D8, D10.
+
+Files arrive in any order. A segment attaches when its parent is known, a checkpoint when its
+tokens lead to a segment; what is left at the end is unattached and goes first when space is short.
+"""
+
+import xxhash
+
+from prefixcached.actors import tree
+from prefixcached.actors.desk import Shared
+from prefixcached.actors.entries import Checkpoint, Namespace, ObjectEntry, Segment
+from prefixcached.protocol.actor_messages import DeleteFile, FileEntry, Loaded
+from prefixcached.protocol.errors import SchemaError
+from prefixcached.protocol.image import ImageKind, layout
+from prefixcached.protocol.schema import Schema, decode_schema
+from prefixcached.protocol.tokens import token_array
+
+
+class LoadDesk:
+    """Owns the files that have been found and not placed yet."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._index = shared.index
+        self._orphans: dict[tuple[str, str], list[FileEntry]] = {}
+        self._checkpoints: list[FileEntry] = []
+        self._schemas: dict[str, bytes] = {}
+        self._now_wall_seconds = 0.0
+        self._cleared: set[str] = set()
+        self._all_cleared = False
+        self.loaded = 0
+        self.damaged = 0
+        self.duplicates = 0
+        self.unattached = 0
+
+    def loaded_batch(self, batch: Loaded, now_wall_seconds: float) -> None:
+        """Place a batch; ``now_wall_seconds`` is the wall clock that file times are compared to."""
+        self._now_wall_seconds = now_wall_seconds
+        self._schemas.update(batch.schemas)
+        self.damaged += batch.damaged
+        for file in batch.entries:
+            if self._all_cleared or file.header.namespace in self._cleared:
+                continue  # found before it was cleared: already out of reach (rule D11)
+            if file.header.kind is ImageKind.CHECKPOINT:
+                self._checkpoints.append(file)
+            elif file.header.kind is ImageKind.SEGMENT:
+                self._place(file)
+            else:
+                self._place_object(file)
+        if not batch.done:
+            return
+        for file in self._checkpoints:
+            self._place_checkpoint(file)
+        for files in self._orphans.values():
+            for file in files:
+                self._leave_unattached(file)
+        self._orphans, self._checkpoints, self._schemas = {}, [], {}
+        self._cleared, self._all_cleared = set(), False
+        self._index.ssd.add("other", batch.foreign_bytes + batch.quarantine_bytes, 0)
+        self._index.make_room_on_disk(0)  # the directory may have been over its cap (rule D5)
+
+    def clear(self, namespace: str | None) -> None:
+        """Forget what was found of a namespace (all when None), and what is still to be found.
+
+        While the index loads every put is declined, so nothing new can appear in it meanwhile.
+        """
+        if namespace is None:
+            self._all_cleared = True
+            self._orphans, self._checkpoints = {}, []
+        else:
+            self._cleared.add(namespace)
+            self._orphans = {k: v for k, v in self._orphans.items() if k[0] != namespace}
+            self._checkpoints = [f for f in self._checkpoints if f.header.namespace != namespace]
+
+    def _place(self, file: FileEntry) -> None:
+        """Attach a segment and whatever waited for it, if its own parent is known."""
+        ready = [file]
+        while ready:
+            file = ready.pop()
+            namespace = self._namespace(file)
+            parent = None if namespace is None else self._parent(namespace, file)
+            if namespace is None:
+                self._leave_unattached(file)
+            elif parent is None:
+                key = (file.header.namespace, file.header.parent)
+                self._orphans.setdefault(key, []).append(file)
+            elif self._attach(namespace, parent, file):
+                ready += self._orphans.pop((file.header.namespace, file.header.id), [])
+
+    def _parent(self, namespace: Namespace, file: FileEntry) -> Segment | None:
+        if not file.header.parent:
+            return namespace.root
+        parent = self._index.entries.get(file.header.parent)
+        found = isinstance(parent, Segment) and parent.namespace is namespace
+        return parent if found and isinstance(parent, Segment) else None
+
+    def _attach(self, namespace: Namespace, parent: Segment, file: FileEntry) -> bool:
+        header = file.header
+        tokens = token_array(file.tokens)
+        if tokens.size == 0 or header.id in self._index.entries:
+            self._leave_unattached(file)
+            return False
+        twin = parent.children.get((header.position, int(tokens[0])))
+        if twin is not None:
+            # A crash between a successor's rename and the unlink of what it absorbed (rule D8).
+            self.duplicates += 1
+            if twin.end >= header.position + tokens.size or not twin.is_leaf:
+                self._delete(file)
+                return False
+            self._index.remove(twin)
+        try:
+            segment = Segment(
+                header.id, namespace, header.spec, layout(namespace.schema, header.spec).nbytes,
+                tokens.copy(), header.position, header.minimum,
+            )  # fmt: skip
+            self._index.add_loaded(segment, parent, file, self._age(file))
+        except (ValueError, SchemaError):
+            self._leave_unattached(file)
+            return False
+        self.loaded += 1
+        self._index.namespaces[namespace.name] = namespace
+        return True
+
+    def _place_checkpoint(self, file: FileEntry) -> None:
+        header, namespace = file.header, self._namespace(file)
+        path = None if namespace is None else tree.walk(namespace.root, token_array(file.tokens))
+        position = header.spec.end
+        if namespace is None or path is None or path.matched < position or not path.steps:
+            self._leave_unattached(file)
+            return
+        owner = next(s for s, end in path.steps if s.start < position <= end)
+        if position in owner.checkpoints or header.id in self._index.entries:
+            self.duplicates += 1
+            self._delete(file)
+            return
+        try:
+            nbytes = layout(namespace.schema, header.spec).nbytes
+        except SchemaError:
+            self._leave_unattached(file)
+            return
+        checkpoint = Checkpoint(header.id, namespace, header.spec, nbytes, header.attachments)
+        self._index.add_loaded(checkpoint, owner, file, self._age(file))
+        self.loaded += 1
+
+    def _place_object(self, file: FileEntry) -> None:
+        header = file.header
+        namespace = self._index.namespaces.get(header.namespace)
+        if namespace is None:
+            namespace = self._index.new_namespace(header.namespace, b"", Schema())
+        if header.key in namespace.objects or header.id in self._index.entries:
+            self.duplicates += 1  # a crash between a replacement's rename and the old one's unlink
+            self._delete(file)
+            return
+        try:
+            nbytes = layout(None, header.spec).nbytes
+        except SchemaError:
+            self._leave_unattached(file)
+            return
+        entry = ObjectEntry(header.id, namespace, header.spec, nbytes, header.key)
+        self._index.namespaces[namespace.name] = namespace
+        self._index.add_loaded(entry, None, file, self._age(file))
+        self.loaded += 1
+
+    def _namespace(self, file: FileEntry) -> Namespace | None:
+        """Return the file's namespace; None if its schema is lost or another one is in force."""
+        name, digest = file.header.namespace, file.header.schema_digest
+        namespace = self._index.namespaces.get(name)
+        if namespace is not None and namespace.schema_digest:
+            return namespace if namespace.schema_digest == digest else None
+        schema_bytes = self._schemas.get(digest)
+        if schema_bytes is None or xxhash.xxh3_128_hexdigest(schema_bytes) != digest:
+            return None
+        try:
+            schema = decode_schema(schema_bytes)
+        except SchemaError:
+            return None
+        if namespace is None:
+            namespace = self._index.new_namespace(name, schema_bytes, schema)
+            self._index.namespaces[name] = namespace
+        else:  # it held objects alone so far
+            namespace.adopt(schema_bytes, schema)
+        return namespace
+
+    def _age(self, file: FileEntry) -> float:
+        return max(0.0, self._now_wall_seconds - file.used_seconds)
+
+    def _leave_unattached(self, file: FileEntry) -> None:
+        self.unattached += 1
+        self._index.ssd.add("other", file.allocated_bytes, 1)
+        self._index.unattached[file.header.id] = file
+
+    def _delete(self, file: FileEntry) -> None:
+        self._index.ssd.add("deleting", file.allocated_bytes)
+        self._shared.orders.ssd(DeleteFile(file.header.id, file.path, file.allocated_bytes))

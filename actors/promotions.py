@@ -1,0 +1,81 @@
+"""PromotionDesk: copies images from SSD into RAM, off the critical path. Part of RamTier, pure.
+
+Rules T7, E6, E7: a promotion is reserved whole or not made, and never evicts what is used more.
+"""
+
+from collections.abc import Callable, Iterable
+
+from prefixcached.actors.desk import Shared
+from prefixcached.actors.entries import Entry, Memory
+from prefixcached.actors.index import Room
+from prefixcached.protocol.actor_messages import Promoted, PromoteImage
+
+HITS_TO_PROMOTE = {"second-hit": 2, "always": 1}
+"""Hits on SSD after which an image becomes resident, by the `promote` setting."""
+
+
+class PromotionDesk:
+    """Owns the promotions in flight."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._index = shared.index
+        self._in_flight: dict[str, tuple[Entry, Memory]] = {}
+        self._waiters: dict[str, list[Callable[[float], None]]] = {}
+        self.promoted = 0
+        self.declined = 0
+        self.failed = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Promotions whose bytes are being read."""
+        return len(self._in_flight)
+
+    def after_hit(self, entries: Iterable[Entry]) -> None:
+        """Promote those of ``entries`` that were hit on SSD often enough (rule T7)."""
+        enough = HITS_TO_PROMOTE.get(self._shared.config.promote)
+        if enough is not None:
+            for entry in entries:
+                if entry.ssd_hits >= enough:
+                    self.promote(entry)
+
+    def promote(self, entry: Entry, done: Callable[[float], None] | None = None) -> bool:
+        """Begin to make ``entry`` resident; ``done`` is called when it is, or failed to be.
+
+        False if the budget does not allow it, or there is nothing to do; ``done`` is not called.
+        """
+        if entry.memory is not None or entry.file is None or not entry.attached:
+            return False
+        if entry.id not in self._in_flight and not self._start(entry):
+            self.declined += 1
+            return False
+        if done is not None:
+            self._waiters.setdefault(entry.id, []).append(done)
+        return True
+
+    def _start(self, entry: Entry) -> bool:
+        if self._index.make_room(entry.charged_bytes, 1, below=entry.priority) is not Room.FITS:
+            return False
+        try:
+            memory = self._shared.create_memory(entry.nbytes)
+        except OSError:
+            return False
+        assert entry.file is not None
+        self._index.ram.add("promoting", entry.charged_bytes)
+        self._index.hold((entry,))  # the file must stay while it is read
+        self._in_flight[entry.id] = (entry, memory)
+        self._shared.orders.prefetcher(PromoteImage(entry.file), memory)
+        return True
+
+    def finished(self, outcome: Promoted, now: float) -> None:
+        """The bytes are in memory, or could not be brought there."""
+        entry, memory = self._in_flight.pop(outcome.id)
+        if outcome.error or not entry.attached or entry.memory is not None:
+            self.failed += 1
+            self._index.give_back(memory, "promoting", entry.charged_bytes)
+        else:
+            self.promoted += 1
+            self._index.set_memory(entry, memory, "promoting")
+        self._index.release((entry,))
+        for done in self._waiters.pop(outcome.id, ()):
+            done(now)

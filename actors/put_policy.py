@@ -1,0 +1,160 @@
+"""What a put has to transfer: the images of a grant, from what is held and what is offered. Pure.
+
+Rules P2 (only what nobody holds), P11 (absorbing small tails), T6, T13.
+"""
+
+from typing import NamedTuple
+
+from prefixcached.actors.entries import Checkpoint, Segment
+from prefixcached.actors.resume import held, window_rows
+from prefixcached.actors.tree import Path
+from prefixcached.protocol import limits
+from prefixcached.protocol.errors import SchemaError
+from prefixcached.protocol.image import (
+    ImageKind,
+    ImageSpec,
+    WindowRows,
+    check_ranges,
+    check_spec,
+    segment_lengths,
+)
+from prefixcached.protocol.messages import Offer
+from prefixcached.protocol.ranges import clip, covers, merge, subtract
+from prefixcached.protocol.schema import Range, Schema, Window
+
+
+class PutPlan(NamedTuple):
+    """What to grant: images for [base, length), segments first, then a checkpoint.
+
+    ``absorbed`` is the leaf that the first segment replaces; the base is then its start.
+    """
+
+    base: int
+    absorbed: Segment | None
+    images: tuple[ImageSpec, ...]
+
+
+def check_offer(schema: Schema, offer: Offer, length: int) -> None:
+    """Raise SchemaError where an offer contradicts its schema (rule P1)."""
+    if len(offer.windows) != len(schema.windows):
+        raise SchemaError(
+            f"{len(offer.windows)} window groups offered, the schema has {len(schema.windows)}"
+        )
+    for rows in offer.windows:
+        check_ranges(rows.ranges, length)
+    if offer.checkpoint is not None:
+        spec = offer.checkpoint
+        if spec.kind is not ImageKind.CHECKPOINT or spec.end != length or spec.windows:
+            raise SchemaError(f"the checkpoint must stand at {length}, without window rows")
+        check_spec(schema, spec)
+
+
+def plan_put(
+    schema: Schema,
+    path: Path,
+    length: int,
+    offer: Offer,
+    absorbable: Segment | None,
+    segment_max_bytes: int,
+) -> PutPlan | None:
+    """Return what of an offer of ``length`` tokens has to be stored, given the ``path`` held.
+
+    ``absorbable`` is the leaf at the path's end if it may be absorbed (`may_absorb`). None means
+    that the offer leaves out rows that its end needs, so that it would be resumable nowhere new.
+    """
+    base, absorbed = path.matched, None
+    if absorbable is not None:
+        pieces = segment_lengths(schema, absorbable.start, length, segment_max_bytes)
+        if pieces and pieces[0][1] > absorbable.end:
+            base, absorbed = absorbable.start, absorbable
+    rows = _rows_to_store(schema, path.cut(base), base, length, offer)
+    if rows is None:
+        return None
+    ranges = segment_lengths(schema, base, length, segment_max_bytes)
+    images = [ImageSpec(ImageKind.SEGMENT, start, end) for start, end in ranges]
+    if images and rows:
+        last = images[-1]
+        images[-1] = ImageSpec(ImageKind.SEGMENT, last.start, last.end, windows=rows)
+    checkpoint = _checkpoint_to_store(path, length, offer, rows if base == length else ())
+    if checkpoint is not None:
+        images.append(checkpoint)
+    return PutPlan(base, absorbed, tuple(images))
+
+
+def may_absorb(
+    schema: Schema, path: Path, length: int, offer: Offer, segment_min_tokens: int
+) -> Segment | None:
+    """Return the leaf that a put may replace because it is short (rule P11), if there is one.
+
+    Only where slices are all there is, so that the new ones cover whatever the leaf covers; a put
+    with a minimum reusable length neither replaces nor is replaced (rule T6).
+    """
+    leaf = path.last
+    if (
+        leaf is None
+        or not schema.is_append_only
+        or path.matched != leaf.end
+        or length <= leaf.end
+        or leaf.end - leaf.start >= segment_min_tokens
+        or not leaf.is_leaf
+        or leaf.minimum
+        or offer.minimum
+    ):
+        return None
+    return leaf
+
+
+def _rows_to_store(
+    schema: Schema, path: Path, base: int, length: int, offer: Offer
+) -> tuple[WindowRows, ...] | None:
+    """Return the rows of each window group to store; () where the schema has none."""
+    found: list[WindowRows] = []
+    for group, (window, offered) in enumerate(zip(schema.windows, offer.windows, strict=True)):
+        present = clip(window_rows(path, group, held), 0, base)
+        needed = window.needed(length)
+        if not covers(merge((*present, *offered.ranges)), needed):
+            return None
+        wanted = merge((*needed, *_useful(window, base, length)))
+        available = merge(piece for wish in wanted for piece in clip(offered.ranges, *wish))
+        found.append(WindowRows(subtract(available, present), offered.phase))
+    return tuple(found)
+
+
+def _useful(window: Window, base: int, length: int) -> tuple[Range, ...]:
+    """Rows beyond need that are worth storing: templates often rewrite a prompt's tail (T13)."""
+    needed = window.needed(length)
+    oldest = needed[-1][0] if needed else length
+    start = max(base, oldest - limits.WINDOW_EXTRA_ROWS)
+    return ((start, length),) if start < length else ()
+
+
+def _checkpoint_to_store(
+    path: Path, length: int, offer: Offer, rows: tuple[WindowRows, ...]
+) -> ImageSpec | None:
+    """Return the checkpoint image of the put: its snapshot, and rows that no segment carries."""
+    existing = _checkpoint_at(path, length)
+    carries_rows = any(group.ranges for group in rows)
+    offered = offer.checkpoint
+    if offered is None:
+        # An existing snapshot must not be replaced by rows alone.
+        if not carries_rows or (existing is not None and existing.has_state):
+            return None
+        return ImageSpec(ImageKind.CHECKPOINT, length, length, windows=rows)
+    is_held = existing is not None and existing.has_state
+    if is_held and not carries_rows and not offer.attachments:
+        return None
+    return ImageSpec(
+        ImageKind.CHECKPOINT,
+        length,
+        length,
+        windows=rows if carries_rows else (),
+        tensors=offered.tensors,
+        metadata=offered.metadata,
+    )
+
+
+def _checkpoint_at(path: Path, position: int) -> Checkpoint | None:
+    for segment, end in path.steps:
+        if segment.start < position <= end:
+            return segment.checkpoints.get(position)
+    return None

@@ -1,0 +1,85 @@
+"""RamTier's counters as one frozen copy (rule C5)."""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    from prefixcached.actors.ram_tier import RamTier
+
+
+class RamStatistics(msgspec.Struct, frozen=True):
+    """Bytes are allocated bytes by state; counters count since the daemon's start."""
+
+    ram_bytes: int
+    ram_bytes_cap: int
+    ram_bytes_peak: int
+    ram_bytes_by_state: dict[str, int]
+    images: int
+    images_cap: int
+    ssd_bytes: int
+    ssd_bytes_cap: int
+    ssd_bytes_by_state: dict[str, int]
+    namespaces: int
+    entries: int
+    loading: bool
+    leases: int
+    pins: int
+    puts_in_flight: int
+    offers_waiting: int
+    reads_outstanding: int
+    promotions_in_flight: int
+    writes_queued: int
+    takes: dict[str, Any]
+    puts: dict[str, Any]
+    evictions: dict[str, int]
+    disk: dict[str, Any]
+
+
+def collect(ram_tier: "RamTier") -> RamStatistics:
+    """Return the present counters of ``ram_tier``."""
+    index, reads, writes = ram_tier.index, ram_tier.reads, ram_tier.writes
+    return RamStatistics(
+        ram_bytes=index.ram.bytes,
+        ram_bytes_cap=index.ram.bytes_cap,
+        ram_bytes_peak=index.ram.peak_bytes,
+        ram_bytes_by_state=dict(index.ram.bytes_by_state),
+        images=index.ram.images,
+        images_cap=index.ram.images_cap,
+        ssd_bytes=index.ssd.bytes,
+        ssd_bytes_cap=index.ssd.bytes_cap,
+        ssd_bytes_by_state=dict(index.ssd.bytes_by_state),
+        namespaces=len(index.namespaces),
+        entries=len(index.entries),
+        loading=ram_tier.takes.is_loading,
+        leases=len(ram_tier.takes.leases),
+        pins=len(ram_tier.pins.pins),
+        puts_in_flight=len(ram_tier.puts.puts),
+        offers_waiting=ram_tier.puts.waiting,
+        reads_outstanding=reads.outstanding,
+        promotions_in_flight=ram_tier.promotions.in_flight,
+        writes_queued=writes.queued,
+        takes=asdict(ram_tier.takes.counters),
+        puts=asdict(ram_tier.puts.counters),
+        evictions=dict(index.counters),
+        disk={
+            "healthy": writes.disk_healthy,
+            "reason": writes.disk_reason,
+            "written": writes.written,
+            "written_bytes": writes.written_bytes,
+            "failed": writes.failed,
+            "refused": writes.refused,
+            "read_bytes": reads.read_bytes,
+            "read_seconds": reads.read_seconds,
+            "read_failures": reads.failed,
+            "damaged": reads.damaged,
+            "missing": reads.missing,
+            "promoted": ram_tier.promotions.promoted,
+            "promotions_declined": ram_tier.promotions.declined,
+            "loaded": ram_tier.loads.loaded,
+            "unattached": ram_tier.loads.unattached,
+            "duplicates": ram_tier.loads.duplicates,
+            "damaged_at_start": ram_tier.loads.damaged,
+        },
+    )

@@ -1,0 +1,247 @@
+"""WriteDesk: which image is written next, and what became of it. Part of RamTier, pure.
+
+RamTier hands SsdTier one image at a time, parents before children, so that a visible file's chain
+is durable before it (rule P8). Rules E4, E5, D5, D6, D8.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from prefixcached.actors.desk import Answer, Shared
+from prefixcached.actors.entries import Checkpoint, Entry, ObjectEntry, Segment, WriteState
+from prefixcached.protocol.actor_messages import FileHeader, WriteImage, Written
+from prefixcached.protocol.image import allocated_bytes
+from prefixcached.protocol.messages import Flush, Flushed
+
+MARGIN: Final = 0.9
+"""Share of a flush's remaining seconds after which it is answered as incomplete."""
+
+HEADER_BYTES: Final = 8192
+"""Reserved for a file's header and its alignment, beside what its tensors and metadata take."""
+
+TENSOR_HEADER_BYTES: Final = 384
+"""Reserved for each tensor in a file's header: name (at most 256 bytes), dtype, shape, offsets."""
+
+
+@dataclass(slots=True, eq=False)
+class FlushWait:
+    """A flush that waits for ``remaining`` images."""
+
+    session: int
+    answer: Answer
+    remaining: set[str]
+    deadline: float
+    written: int = 0
+    skipped: int = 0
+    failed: int = 0
+
+
+class WriteDesk:
+    """Owns the queue of images to write and the flushes that wait for it."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._index = shared.index
+        self._queue: deque[tuple[Entry, float]] = deque()
+        self._writing: Entry | None = None
+        self._reserved_bytes = 0
+        self._flushes: list[FlushWait] = []
+        self.is_draining = False
+        self.disk_healthy = True
+        self.disk_reason = ""
+        self.written = 0
+        self.written_bytes = 0
+        self.failed = 0
+        self.refused = 0
+
+    @property
+    def queued(self) -> int:
+        """Images that wait to be written, the one being written included."""
+        return sum(e.write is WriteState.QUEUED for e, _ in self._queue) + bool(self._writing)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is queued or being written."""
+        return self.queued == 0
+
+    # -- coming in ------------------------------------------------------------------------------
+
+    def enqueue(self, entries: Iterable[Entry], now: float) -> None:
+        """Queue ``entries`` that are not durable, behind any of their ancestors that are not."""
+        if not self._index.ssd_on:
+            return
+        for entry in entries:
+            for link in _chain(entry):
+                if link.file is None and link.write in (WriteState.IDLE, WriteState.REFUSED):
+                    self._enqueue_one(link, now)
+
+    def _enqueue_one(self, entry: Entry, now: float) -> None:
+        if entry.memory is None or not self.disk_healthy:
+            self._refuse(entry)
+            return
+        self._index.set_write(entry, WriteState.QUEUED)
+        self._queue.append((entry, now + self._shared.config.write_delay_seconds))
+
+    def flush(self, session: int, flush: Flush, answer: Answer, now: float) -> None:
+        """Answer once everything visible is durable, or cannot be made so (rule P8)."""
+        unwritten = [e for e in self._index.entries.values() if e.file is None]
+        self.enqueue(unwritten, now)
+        wait = FlushWait(session, answer, set(), now + flush.seconds_left * MARGIN)
+        for entry in unwritten:
+            if entry.write in (WriteState.QUEUED, WriteState.WRITING):
+                wait.remaining.add(entry.id)
+            else:
+                wait.skipped += 1
+        self._flushes.append(wait)
+        self._answer_flushes(now)
+
+    def client_gone(self, session: int) -> None:
+        """Forget the flushes of a connection."""
+        self._flushes = [wait for wait in self._flushes if wait.session != session]
+
+    # -- going out ------------------------------------------------------------------------------
+
+    def pump(self, now: float) -> None:
+        """Hand the next image to SsdTier if it is due and none is being written."""
+        while self._queue and self._writing is None:
+            entry, due = self._queue[0]
+            if not entry.attached or entry.memory is None or entry.write is not WriteState.QUEUED:
+                self._queue.popleft()  # absorbed, cleared or evicted before it was written
+                self._settle(entry, "skipped")
+                continue
+            if due > now and not self._flushes and not self.is_draining:
+                break
+            owner = entry.owner
+            chain_broken = owner is not None and owner.parent is not None and owner.file is None
+            reserve = _file_bytes(entry)
+            if chain_broken or not self._index.make_room_on_disk(reserve):
+                self._queue.popleft()
+                self._refuse(entry)
+                continue
+            if not self._index.fits_on_disk(reserve):
+                break  # deletions are on their way; `Deleted` pumps again
+            self._queue.popleft()
+            self._hand_over(entry, reserve)
+        self._answer_flushes(now)
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `pump` must be called at the latest."""
+        deadlines = [wait.deadline for wait in self._flushes]
+        if self._queue and self._writing is None:
+            deadlines.append(self._queue[0][1])
+        return min(deadlines, default=None)
+
+    def _hand_over(self, entry: Entry, reserve: int) -> None:
+        namespace = entry.namespace
+        self._writing, self._reserved_bytes = entry, reserve
+        self._index.ssd.add("writing", reserve)
+        self._index.set_write(entry, WriteState.WRITING)
+        self._index.hold((entry,))
+        self._index.writing = entry
+        owner = entry.owner
+        position, minimum, key, tokens = 0, 0, "", b""
+        if isinstance(entry, Segment):
+            position, minimum, tokens = entry.start, entry.minimum, entry.tokens.tobytes()
+        elif isinstance(entry, Checkpoint):
+            assert entry.segment is not None
+            position = entry.position
+            tokens = entry.segment.path_tokens()[:position].tobytes()
+        elif isinstance(entry, ObjectEntry):
+            key = entry.key
+        is_object = isinstance(entry, ObjectEntry)
+        header = FileHeader(
+            format=1, id=entry.id, kind=entry.spec.kind, namespace=namespace.name,
+            spec=entry.spec, parent=owner.id if owner is not None else "", position=position,
+            schema_digest="" if is_object else namespace.schema_digest, minimum=minimum,
+            attachments=isinstance(entry, Checkpoint) and entry.attachments, key=key,
+        )  # fmt: skip
+        schema = b"" if is_object else namespace.schema_bytes
+        self._shared.orders.ssd(WriteImage(header, tokens, schema), entry.memory)
+
+    # -- outcomes -------------------------------------------------------------------------------
+
+    def finished(self, outcome: Written, now: float) -> None:
+        """An image is durable, or could not be made so."""
+        entry, reserve = self._writing, self._reserved_bytes
+        assert entry is not None
+        assert entry.id == outcome.id
+        self._writing, self._reserved_bytes = None, 0
+        self._index.writing = None
+        file = outcome.entry
+        if file is None:
+            self.failed += 1
+            self._index.ssd.remove("writing", reserve)
+            self._index.set_write(entry, WriteState.REFUSED)
+            self._settle(entry, "failed")
+            if outcome.retry:
+                self.disk_changed(healthy=False, reason=outcome.error, now=now)
+        else:
+            self.written += 1
+            self.written_bytes += file.allocated_bytes
+            self._index.set_file(entry, file, reserve)
+            self._settle(entry, "written")
+        self._index.release((entry,))
+        self.pump(now)
+
+    def disk_changed(self, *, healthy: bool, reason: str, now: float) -> None:
+        """The disk fails: what is queued will not be written (E4); or it works again: all is."""
+        changed = healthy is not self.disk_healthy
+        self.disk_healthy, self.disk_reason = healthy, reason
+        if not healthy:
+            queue, self._queue = self._queue, deque()
+            for entry, _ in queue:
+                if entry.attached and entry.write is WriteState.QUEUED:
+                    self._refuse(entry)
+                else:
+                    self._settle(entry, "skipped")
+        elif changed:
+            self.enqueue([e for e in self._index.entries.values() if e.file is None], now)
+            self.pump(now)
+
+    def _refuse(self, entry: Entry) -> None:
+        self.refused += 1
+        self._index.set_write(entry, WriteState.REFUSED)
+        self._settle(entry, "skipped")
+
+    def _settle(self, entry: Entry, outcome: str) -> None:
+        for wait in self._flushes:
+            if entry.id in wait.remaining:
+                wait.remaining.discard(entry.id)
+                setattr(wait, outcome, getattr(wait, outcome) + 1)
+
+    def _answer_flushes(self, now: float) -> None:
+        waiting: list[FlushWait] = []
+        for wait in self._flushes:
+            if wait.remaining and now < wait.deadline:
+                waiting.append(wait)
+            else:
+                wait.answer.set(
+                    Flushed(
+                        written=wait.written, skipped=wait.skipped, failed=wait.failed,
+                        complete=not wait.remaining,
+                    )
+                )  # fmt: skip
+        self._flushes = waiting
+
+
+def _chain(entry: Entry) -> list[Entry]:
+    """Return ``entry`` behind its ancestors, from the top."""
+    chain: list[Entry] = [entry]
+    node = entry.owner
+    while node is not None and node.parent is not None:
+        chain.append(node)
+        node = node.parent
+    return chain[::-1]
+
+
+def _file_bytes(entry: Entry) -> int:
+    """An upper bound of what the file of ``entry`` will allocate."""
+    tokens = entry.end - entry.start if isinstance(entry, Segment) else entry.spec.end
+    tensors = len(entry.namespace.schema.tensors) + len(entry.spec.tensors)
+    header = HEADER_BYTES + TENSOR_HEADER_BYTES * tensors + 2 * len(entry.spec.metadata)
+    return allocated_bytes(entry.nbytes + 4 * tokens + header) + allocated_bytes(
+        len(entry.namespace.schema_bytes) + HEADER_BYTES
+    )

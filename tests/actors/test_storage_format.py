@@ -1,0 +1,305 @@
+"""The file format: what is written, what any tool reads of it, and what is refused."""
+
+import json
+import random
+import struct
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import safetensors
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefixcached.actors.storage_format import (
+    DATA_ALIGNMENT,
+    DESCRIPTION_CHECKSUM_KEY,
+    DESCRIPTION_KEY,
+    LENGTH_BYTES,
+    TOKENS_NAME,
+    DamagedFile,
+    ForeignFile,
+    ImageSizes,
+    decode_description,
+    decode_header,
+    encode_header,
+    file_bytes_bound,
+    file_name,
+    header_bytes,
+    parse_file_name,
+    parse_schema_name,
+    schema_digest,
+    schema_name,
+    tokens_count,
+)
+from prefixcached.protocol.errors import SchemaError
+from prefixcached.protocol.image import (
+    ImageKind,
+    ImageSpec,
+    StateTensor,
+    WindowRows,
+    layout,
+)
+from prefixcached.protocol.schema import Kind, Schema, TensorSpec
+from tests.support.store_samples import (
+    PLAIN,
+    WINDOWED,
+    Sample,
+    every_kind,
+    sample,
+    schema_of,
+    segment,
+    token_values,
+)
+
+SAMPLES = pytest.mark.parametrize("one", every_kind(), ids=lambda s: f"{s.header.kind}")
+
+
+def encoded(one: Sample) -> bytes:
+    return encode_header(
+        one.header, layout(schema_of(one), one.header.spec), tokens_count(one.header)
+    )
+
+
+def whole_file(one: Sample) -> bytes:
+    return encoded(one) + one.data + one.tokens
+
+
+@SAMPLES
+def test_header_is_read_back(one: Sample) -> None:
+    """A header says of the file exactly what it was made from."""
+    data = encoded(one)
+    size = len(data) + len(one.data) + len(one.tokens)
+    description, image = decode_header(data, schema_of(one), size)
+    assert msgspec.structs.replace(description.header, checksum="") == one.header
+    assert image == layout(schema_of(one), one.header.spec)
+    assert description.data_offset == len(data) == header_bytes(data[:8], size)
+    assert description.data_bytes == len(one.data)
+    assert description.tokens_count == len(one.tokens) // 4
+
+
+@SAMPLES
+def test_data_begins_at_a_page(one: Sample) -> None:
+    """Data begins at a multiple of 16,384, the page of Apple silicon."""
+    assert len(encoded(one)) % DATA_ALIGNMENT == 0
+    assert DATA_ALIGNMENT == 16384
+
+
+@SAMPLES
+def test_safetensors_opens_every_file(one: Sample, tmp_path: Path) -> None:
+    """D1: `safetensors.safe_open` reads every tensor of every file, and the tokens."""
+    path = tmp_path / "file.safetensors"
+    path.write_bytes(whole_file(one))
+    with safetensors.safe_open(path, framework="numpy") as file:
+        extents = layout(schema_of(one), one.header.spec).extents
+        assert set(file.keys()) == {e.name for e in extents} | {TOKENS_NAME}
+        assert np.array_equal(file.get_tensor(TOKENS_NAME), token_values(one))
+        for extent in extents:
+            assert tuple(file.get_slice(extent.name).get_shape()) == extent.shape
+        assert json.loads(file.metadata()[DESCRIPTION_KEY])["id"] == one.header.id
+
+
+@SAMPLES
+def test_mlx_opens_every_file(one: Sample, tmp_path: Path) -> None:
+    """D1: `mx.load` reads every file, with bfloat16 and zero-size tensors, bit for bit."""
+    mx = pytest.importorskip("mlx.core")
+    path = tmp_path / "file.safetensors"
+    path.write_bytes(whole_file(one))
+    loaded = mx.load(str(path))
+    for extent in layout(schema_of(one), one.header.spec).extents:
+        array = loaded[extent.name]
+        assert tuple(array.shape) == extent.shape
+        flat = np.array(array.reshape(-1).view(mx.uint8)) if extent.nbytes else b""
+        assert bytes(flat) == one.data[extent.offset : extent.offset + extent.nbytes]
+    assert np.array_equal(np.array(loaded[TOKENS_NAME]), token_values(one))
+
+
+def test_header_length_does_not_depend_on_the_checksum() -> None:
+    """The header is written last, into the room that was left for it."""
+    one = segment()
+    with_checksum = msgspec.structs.replace(one.header, checksum="f" * 32)
+    image = layout(PLAIN, one.header.spec)
+    assert len(encode_header(with_checksum, image, 7)) == len(encoded(one))
+
+
+def test_large_metadata_makes_a_large_header() -> None:
+    """A header larger than one page is padded to whole pages and read back."""
+    spec = ImageSpec(ImageKind.CHECKPOINT, 3, 3, metadata=random.Random(1).randbytes(100_000))
+    one = sample(spec)
+    data = encoded(one)
+    assert len(data) > DATA_ALIGNMENT
+    description, _ = decode_header(data, PLAIN, len(data) + len(one.tokens))
+    assert description.header.spec.metadata == spec.metadata
+
+
+@pytest.mark.parametrize("name", [TOKENS_NAME, "__metadata__"])
+def test_reserved_tensor_names_are_refused(name: str) -> None:
+    """A tensor that would stand in the place of the format's own is not written."""
+    spec = ImageSpec(ImageKind.OBJECT, tensors=(StateTensor(name, "U8", (1,)),))
+    one = sample(spec, None)
+    with pytest.raises(SchemaError, match="reserved"):
+        encoded(one)
+
+
+@SAMPLES
+def test_every_flipped_bit_of_a_header_is_found(one: Sample) -> None:
+    """D3: no single flipped bit of a header passes, wherever it is."""
+    data = encoded(one)
+    size = len(data) + len(one.data) + len(one.tokens)
+    used = len(data.rstrip(b" "))
+    source = random.Random(4)
+    places = [*range(used), *source.sample(range(used, len(data)), 50)]
+    original = decode_header(data, schema_of(one), size)
+    for place in places:
+        flipped = bytearray(data)
+        flipped[place] ^= 1 << source.randrange(8)
+        try:
+            found = decode_header(bytes(flipped), schema_of(one), size)
+        except DamagedFile:
+            continue
+        # Only what the format does not use may change unnoticed.
+        assert found == original
+        assert b'"format":"mlx"' not in flipped
+
+
+@SAMPLES
+def test_every_other_file_size_is_refused(one: Sample) -> None:
+    """D3: extents are checked against the size of the file."""
+    data = encoded(one)
+    size = len(data) + len(one.data) + len(one.tokens)
+    for wrong in (size - 1, size + 1, len(data), len(data) - 1, 0):
+        if wrong != size:
+            with pytest.raises(DamagedFile):
+                decode_header(data, schema_of(one), wrong)
+
+
+def test_another_schema_is_refused() -> None:
+    """D3: the tensor table is computed from the schema, not believed."""
+    one = segment()
+    data = encoded(one)
+    size = len(data) + len(one.data) + len(one.tokens)
+    first = PLAIN.tensors[0]
+    for changed in (
+        msgspec.structs.replace(first, dtype="F16"),
+        msgspec.structs.replace(first, shape=(1, 4, 2)),
+        msgspec.structs.replace(first, axis=1),
+        msgspec.structs.replace(first, name="other"),
+    ):
+        other = msgspec.structs.replace(PLAIN, tensors=(changed, *PLAIN.tensors[1:]))
+        with pytest.raises(DamagedFile):
+            decode_header(data, other, size)
+
+
+@pytest.mark.parametrize("change", ["gap", "swap", "extra", "missing"])
+def test_a_table_that_lies_is_refused(change: str) -> None:
+    """D3: a table that leaves a gap, or swaps, adds or omits tensors, is damage."""
+    one = segment()
+    data = encoded(one)
+    size = len(data) + len(one.data) + len(one.tokens)
+    table = json.loads(data[LENGTH_BYTES:])
+    keys, values = table["0.keys"], table["0.values"]
+    if change == "gap":
+        keys["data_offsets"][0] += 2
+    elif change == "swap":
+        table["0.keys"], table["0.values"] = values, keys
+    elif change == "extra":
+        table["more"] = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
+    else:
+        del table["1.values"]
+    forged = struct.pack("<Q", len(data) - LENGTH_BYTES) + json.dumps(table).encode().ljust(
+        len(data) - LENGTH_BYTES
+    )
+    with pytest.raises(DamagedFile, match="tensor"):
+        decode_header(forged, PLAIN, size)
+
+
+def rewrite_description(data: bytes, **changes: object) -> bytes:
+    """Return a header whose description was changed and signed again."""
+    table = json.loads(data[LENGTH_BYTES:])
+    description = json.loads(table["__metadata__"][DESCRIPTION_KEY]) | changes
+    text = json.dumps(description)
+    table["__metadata__"][DESCRIPTION_KEY] = text
+    table["__metadata__"][DESCRIPTION_CHECKSUM_KEY] = schema_digest(text.encode())
+    body = json.dumps(table).encode().ljust(len(data) - LENGTH_BYTES)
+    return struct.pack("<Q", len(body)) + body
+
+
+def test_another_format_version_is_foreign() -> None:
+    """D10: a whole file of a later format is foreign, not damaged."""
+    data = rewrite_description(encoded(segment()), format=2, new_field=1)
+    with pytest.raises(ForeignFile, match="format 2"):
+        decode_description(data, 1 << 20)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"position": 8}, {"position": -1}, {"kind": "object"}, {"id": "../x"}, {"checksum": "00"}],
+)
+def test_a_description_that_contradicts_itself_is_damage(changes: dict[str, object]) -> None:
+    """D3: a description is believed only where its parts agree."""
+    data = rewrite_description(encoded(segment()), **changes)
+    with pytest.raises(DamagedFile):
+        decode_description(data, 1 << 20)
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_damage(garbage: bytes) -> None:
+    """D3: arbitrary bytes raise DamagedFile and nothing else."""
+    padded = struct.pack("<Q", DATA_ALIGNMENT - 8) + garbage.ljust(DATA_ALIGNMENT - 8)
+    for data in (garbage, padded):
+        with pytest.raises(DamagedFile):
+            decode_description(data, len(data))
+
+
+ROWS = st.lists(st.integers(0, 30), max_size=6, unique=True).map(
+    lambda ends: tuple(
+        (a, b) for a, b in zip(sorted(ends)[::2], sorted(ends)[1::2], strict=False)
+    )
+)
+
+
+@given(st.integers(0, 30), st.integers(0, 30), ROWS, st.booleans())
+def test_sizes_by_arithmetic_equal_the_layout(
+    start: int, length: int, rows: tuple[tuple[int, int], ...], windowed: bool
+) -> None:
+    """The sizes that the scan computes are those of the layout."""
+    schema = WINDOWED if windowed else PLAIN
+    windows = (WindowRows(rows),) if windowed and rows else ()
+    end = max([start + length, *(stop for _, stop in rows)])
+    spec = ImageSpec(ImageKind.SEGMENT, start, end, windows)
+    assert ImageSizes(schema).image_bytes(spec) == layout(schema, spec).nbytes
+
+
+@SAMPLES
+def test_bound_holds_what_a_file_takes(one: Sample) -> None:
+    """D5: what is reserved for a file before its write is enough, and whole pages."""
+    bound = file_bytes_bound(one.header, schema_of(one))
+    assert bound % DATA_ALIGNMENT == 0
+    assert 0 <= bound - len(whole_file(one)) < DATA_ALIGNMENT
+
+
+def test_names_are_read_back() -> None:
+    """A file's name gives its id and kind, and nothing else looks like one."""
+    for kind in ImageKind:
+        assert parse_file_name(file_name("0" * 32, kind)) == ("0" * 32, kind)
+    for name in ("x.safetensors", "0" * 32 + ".segment", "../" + file_name("0" * 32, kind)):
+        assert parse_file_name(name) is None
+    assert parse_schema_name(schema_name("a" * 32)) == "a" * 32
+    assert parse_schema_name("a.schema") is None
+
+
+def test_large_tables_fit() -> None:
+    """A model with thousands of tensors has a header that is read back."""
+    tensors = tuple(
+        TensorSpec(f"layers.{i}.self_attn.keys", Kind.APPEND, "BF16", (1, 8, 64), 2)
+        for i in range(2000)
+    )
+    schema = Schema(tensors=tensors)
+    spec = ImageSpec(ImageKind.SEGMENT, 0, 1)
+    image = layout(schema, spec)
+    header = msgspec.structs.replace(segment(0, 1).header, spec=spec)
+    data = encode_header(header, image, 1)
+    description, found = decode_header(data, schema, len(data) + image.nbytes + 4)
+    assert found == image
+    assert description.data_bytes == image.nbytes
