@@ -1,0 +1,1 @@
+"""The daemon process: command line, configuration, wiring, sessions, shutdown."""

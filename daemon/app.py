@@ -1,0 +1,153 @@
+"""The daemon as a whole: what starts in which order, and how it ends.
+
+    lock -> socket -> storage (RamTier and what it works with) -> listener -> READY
+
+Two levels. The front (listener and sessions) runs inside the storage's nursery: when it ends, by a
+signal or a failure, the socket is gone at once and every session has told RamTier `ClientGone`;
+only then does storage get a deadline to finish its writes. An unexpected failure of a storage actor
+ends the front and the process: whoever supervises it starts it again, and clients see a miss.
+A second signal ends the process where it stands, which is safe at any instant.
+"""
+
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Final, Protocol
+
+import structlog
+import trio
+
+from prefixcached import __version__
+from prefixcached.actors.mailbox import Outbox
+from prefixcached.daemon.config import Config
+from prefixcached.daemon.listener import Listener
+from prefixcached.daemon.session import SessionSettings
+from prefixcached.daemon.socket_file import (
+    InstanceLock,
+    SocketFile,
+    check_path,
+    prepare_directory,
+)
+
+DRAIN_SECONDS: Final = 15.0
+"""For storage to finish after the front is gone: launchd and Homebrew wait 30 s at most."""
+
+log = structlog.get_logger()
+
+
+class StorageSide(Protocol):
+    """What the front needs of storage; `daemon.storage.Storage` is the real one."""
+
+    @property
+    def mailbox(self) -> Outbox:
+        """Where sessions send requests."""
+        ...
+
+    @property
+    def boot(self) -> str:
+        """Names this run of the daemon (rule L3)."""
+        ...
+
+    async def run(self, *, task_status: trio.TaskStatus[None]) -> None:
+        """Start the actors, report that, and work until `stop`."""
+        ...
+
+    def stop(self) -> None:
+        """Finish what was begun; `run` then returns. Called when no session is left."""
+        ...
+
+    @property
+    def statistics_sources(self) -> dict[str, Callable[[], Any]]:
+        """By section, what RamTier puts into the reply to `Status`; the front adds its own."""
+        ...
+
+
+async def serve(config: Config, storage: StorageSide, announce: Callable[[], None]) -> None:
+    """Run the daemon until SIGTERM or SIGINT.
+
+    Args:
+        config: What it is told.
+        storage: The actors behind the front, not yet started.
+        announce: Called once connections are served.
+
+    Raises:
+        StartError: It cannot start; nothing was changed.
+    """
+    check_path(config.socket)
+    prepare_directory(config.socket.parent)
+    with (
+        InstanceLock(config.lock_file),
+        SocketFile(config.socket) as socket_file,
+        trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals,
+    ):
+        async with trio.open_nursery() as nursery:
+            stop = trio.Event()
+            nursery.start_soon(_watch_signals, signals, stop)
+            await _run_storage(config, storage, socket_file, stop, announce)
+            nursery.cancel_scope.cancel()
+    log.info("stopped", socket=str(config.socket))
+
+
+async def _watch_signals(signals: AsyncIterator[int], stop: trio.Event) -> None:
+    async for number in signals:
+        name = signal.Signals(number).name
+        if stop.is_set():
+            log.warning("second signal: ending at once", signal=name)
+            os._exit(1)
+        log.info("stopping", signal=name)
+        stop.set()
+
+
+async def _run_storage(
+    config: Config,
+    storage: StorageSide,
+    socket_file: SocketFile,
+    stop: trio.Event,
+    announce: Callable[[], None],
+) -> None:
+    async with trio.open_nursery() as nursery:
+        # Nothing but its own failure or the deadline below interrupts storage.
+        nursery.cancel_scope.shield = True
+        await nursery.start(storage.run)
+        try:
+            await _run_front(config, storage, socket_file, stop, announce)
+        finally:
+            socket_file.close()
+            nursery.cancel_scope.deadline = trio.current_time() + DRAIN_SECONDS
+            storage.stop()
+    if nursery.cancel_scope.cancelled_caught:
+        log.warning("storage did not finish in time", seconds=DRAIN_SECONDS)
+
+
+async def _run_front(
+    config: Config,
+    storage: StorageSide,
+    socket_file: SocketFile,
+    stop: trio.Event,
+    announce: Callable[[], None],
+) -> None:
+    started = trio.current_time()
+
+    def about() -> dict[str, Any]:
+        return {
+            "version": __version__,
+            "pid": os.getpid(),
+            "socket": str(config.socket),
+            "uptime_seconds": round(trio.current_time() - started, 3),
+        }
+
+    settings = SessionSettings(boot=storage.boot, daemon=f"prefixcached {__version__}")
+    listener = Listener(socket_file.socket, storage.mailbox, settings, config.max_connections)
+    storage.statistics_sources.update(daemon=about, listener=listener.statistics)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(listener.run)
+        log.info(
+            "ready",
+            socket=str(config.socket),
+            ram_bytes=config.ram_bytes,
+            ssd_bytes=config.ssd_bytes,
+            max_images=config.max_images,
+        )
+        announce()
+        await stop.wait()
+        nursery.cancel_scope.cancel()

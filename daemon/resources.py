@@ -1,0 +1,68 @@
+"""What the machine gives: memory, disk, descriptors. One small function for each."""
+
+import os
+import resource
+import shutil
+import sys
+from pathlib import Path
+from typing import Final
+
+RESERVED_DESCRIPTORS: Final = 128
+"""For the process itself, files in flight, and replies on their way."""
+
+DESCRIPTORS_PER_IMAGE: Final = 2
+"""An image that is being filled has a writable and a read-only descriptor (macOS); one later."""
+
+MAX_CONNECTIONS: Final = 512
+"""Sessions at a time: far beyond a machine's inference processes, a bound for a runaway one."""
+
+MAX_IMAGES: Final = 100_000
+"""Where descriptors are plenty (Linux): more images than this are slivers, and cost index."""
+
+_PLENTY: Final = 1 << 20
+"""Descriptors where the system sets no limit."""
+
+_DARWIN_OPEN_MAX: Final = 10240
+"""OPEN_MAX: what macOS grants, also where the hard limit says infinity (PLATFORM 1.1)."""
+
+
+def memory_bytes() -> int:
+    """Physical memory of the machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def volume_bytes(directory: Path) -> int:
+    """Size of the volume on which ``directory`` lies or will be created."""
+    existing = directory
+    while not existing.exists():
+        existing = existing.parent
+    return shutil.disk_usage(existing).total
+
+
+def raise_descriptor_limit() -> int:
+    """Raise this process's soft limit of descriptors to the hard one and return the result.
+
+    launchd starts jobs with 256, which would be the number of cached images.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _PLENTY if hard == resource.RLIM_INFINITY else hard
+    if sys.platform == "darwin":
+        wanted = min(wanted, _DARWIN_OPEN_MAX)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return wanted
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (OSError, ValueError):
+        return soft
+    return wanted
+
+
+def connection_limit(descriptors: int) -> int:
+    """Sessions at a time under a limit of ``descriptors``: one each, at most a quarter."""
+    return max(1, min(MAX_CONNECTIONS, descriptors // 4))
+
+
+def image_limit(descriptors: int) -> int:
+    """Images in RAM under a limit of ``descriptors`` (rule E1)."""
+    left = descriptors - connection_limit(descriptors) - RESERVED_DESCRIPTORS
+    return max(1, min(MAX_IMAGES, left // DESCRIPTORS_PER_IMAGE))

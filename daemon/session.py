@@ -1,0 +1,259 @@
+"""Session: the actor of one connection. It owns that connection's socket and its one request.
+
+It decides nothing about the cache. Requests go to RamTier, which answers through a `ReplySlot`; the
+session adds the boot id and writes the answer with its descriptors. Meanwhile it watches the
+socket, since a client that dies must cost nothing: at the end of the stream, in whatever state, it
+tells RamTier `ClientGone`, exactly once, and every lease, pin and unfinished put ends with that.
+
+All that a client can do to a session is bounded: the first exchange and each frame have a deadline,
+one reply at most is waiting to be read and has one too (rule L4), and bad input ends this session
+alone (rule C3).
+"""
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final, cast
+
+import msgspec
+import structlog
+import trio
+
+from prefixcached.actors.mailbox import Outbox, ReplySlot
+from prefixcached.daemon.sockets import MessageSocket
+from prefixcached.protocol import limits, messages
+from prefixcached.protocol.actor_messages import Call, ClientGone, Envelope
+from prefixcached.protocol.connection import (
+    CAPABILITIES,
+    CLOSED,
+    ONE_WAY,
+    Connection,
+    Received,
+    Role,
+    Signal,
+    VersionMismatchError,
+)
+from prefixcached.protocol.errors import ProtocolError, RemoteProtocolError
+from prefixcached.protocol.messages import AnyReply, AnyRequest
+
+HELLO_SECONDS: Final = 5.0
+"""From accept to `Hello`: a client says it at once, and one that does not takes up a place."""
+
+FRAME_SECONDS: Final = 30.0
+"""From a frame's first byte to its last: 16 MiB take milliseconds, a stopped client forever."""
+
+SEND_SECONDS: Final = 10.0
+"""For a client to read its reply (rule L4). A client library gives up after 5."""
+
+FAREWELL_SECONDS: Final = 1.0
+"""For `Failed` to leave; the client that caused it may not be reading."""
+
+GONE_SECONDS: Final = 30.0
+"""For RamTier to take `ClientGone`. It never waits, so this only keeps a stuck one from keeping
+the daemon from ending."""
+
+MAX_DETAIL_CHARACTERS: Final = 1000
+"""Of an error's text in `Failed`: it may quote what the client sent."""
+
+_RAM_TIER_GONE: Final = (trio.BrokenResourceError, trio.ClosedResourceError)
+
+log = structlog.get_logger()
+
+
+class Ending(StrEnum):
+    """Why a session ended; the listener counts each kind (rule C5)."""
+
+    CLOSED = "closed"
+    """The client closed the connection between two requests or while one was pending."""
+    BROKEN = "broken"
+    """The connection broke, mostly because the client died with unread data."""
+    PROTOCOL = "protocol"
+    VERSION = "version"
+    HELLO_TIMEOUT = "hello-timeout"
+    FRAME_TIMEOUT = "frame-timeout"
+    SLOW_READER = "slow-reader"
+    INTERNAL = "internal"
+    """A bug in the daemon: logged with its stack."""
+    STOPPING = "stopping"
+    """The daemon stops."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionSettings:
+    """What all sessions share: the boot id, the daemon's name and version, and the deadlines."""
+
+    boot: str
+    daemon: str
+    hello_seconds: float = HELLO_SECONDS
+    frame_seconds: float = FRAME_SECONDS
+    send_seconds: float = SEND_SECONDS
+
+
+class _End(Exception):  # noqa: N818, it is no error but the way out
+    """The session ends; ``detail`` is what the client is told, if anything."""
+
+    def __init__(self, ending: Ending, detail: str = "") -> None:
+        super().__init__(ending)
+        self.ending = ending
+        self.detail = detail
+
+
+class Session:
+    """One connection.
+
+    Args:
+        number: Names this session in every message to RamTier; never used again.
+        peer: The accepted socket, which the session closes.
+        ram_tier: Where requests go.
+        settings: What all sessions share.
+    """
+
+    def __init__(
+        self, number: int, peer: MessageSocket, ram_tier: Outbox, settings: SessionSettings
+    ) -> None:
+        self.number = number
+        self._peer = peer
+        self._ram_tier = ram_tier
+        self._settings = settings
+        self._connection = Connection(Role.DAEMON)
+
+    async def run(self) -> Ending:
+        """Serve the connection until it ends, and say why it did. Raises only `trio.Cancelled`."""
+        try:
+            return await self._guarded()
+        finally:
+            self._peer.close()
+            for descriptor in self._connection.take_unclaimed():
+                os.close(descriptor)
+            # Also when cancelled: only this message frees what the client held. RamTier outlives
+            # its sessions; where it failed itself, the daemon is ending anyway.
+            with (
+                trio.move_on_after(GONE_SECONDS, shield=True) as scope,
+                suppress(*_RAM_TIER_GONE),
+            ):
+                await self._ram_tier.send(Envelope(ClientGone(self.number)))
+            if scope.cancelled_caught:
+                log.error("RamTier hears nothing; its mailbox is full", session=self.number)
+
+    async def _guarded(self) -> Ending:
+        """Converse, and turn every way that this can end into an `Ending`."""
+        try:
+            await self._greet()
+            while True:
+                await self._serve_one()
+        except _End as end:
+            ending, detail = end.ending, end.detail
+        except VersionMismatchError as error:
+            ending, detail = Ending.VERSION, str(error)
+        except RemoteProtocolError as error:
+            ending, detail = Ending.PROTOCOL, str(error)
+        except ConnectionError:
+            return Ending.BROKEN
+        except _RAM_TIER_GONE:
+            return Ending.STOPPING
+        except Exception:
+            log.exception("a session failed; the daemon goes on", session=self.number)
+            ending, detail = Ending.INTERNAL, "the daemon failed at this request; its log says why"
+        if detail:
+            log.info("ended a session", session=self.number, reason=ending.value, detail=detail)
+            await self._say_failed(ending, detail)
+        return ending
+
+    async def _greet(self) -> None:
+        with trio.move_on_after(self._settings.hello_seconds):
+            await self._next_message()
+            welcome = messages.Welcome(
+                version=limits.PROTOCOL_VERSION,
+                capabilities=CAPABILITIES,
+                daemon=self._settings.daemon,
+                boot=self._settings.boot,
+            )
+            await self._peer.send(self._connection.send(welcome))
+            return
+        seconds = self._settings.hello_seconds
+        raise _End(Ending.HELLO_TIMEOUT, f"no hello within {seconds:g} s of connecting")
+
+    async def _serve_one(self) -> None:
+        """Take one message from the client and see it through."""
+        request = await self._next_message()
+        if type(request) in ONE_WAY:
+            await self._ram_tier.send(Envelope(Call(self.number, request)))
+            return
+        # What came in one piece with the request is as wrong as what comes later.
+        self._connection.next_event()
+        slot = ReplySlot()
+        await self._ram_tier.send(Envelope(Call(self.number, request), slot))
+        await self._wait_for(slot)
+        reply, descriptors = await slot.wait()
+        reply = msgspec.structs.replace(reply, boot=self._settings.boot)
+        # The table checks RamTier's replies, like anybody's.
+        data = self._connection.send(cast("AnyReply", reply), len(descriptors))
+        try:
+            with trio.fail_after(self._settings.send_seconds):
+                await self._peer.send(data, descriptors)
+        except trio.TooSlowError:
+            # Nothing can be told to whom reads nothing.
+            raise _End(Ending.SLOW_READER) from None
+        if isinstance(reply, messages.Failed):
+            raise _End(Ending.PROTOCOL)
+
+    async def _wait_for(self, slot: ReplySlot) -> None:
+        """Return once RamTier has answered; end the session if the client does not wait for it."""
+        if not slot.is_set:
+            # One more turn of the loop, in which RamTier answers most requests: a nursery, which
+            # waits for two things at once, would cost more than the request itself.
+            await trio.lowlevel.checkpoint()
+        if slot.is_set:
+            return
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._wait_readable_then_cancel, nursery.cancel_scope)
+            await slot.wait()
+            nursery.cancel_scope.cancel()
+        if not slot.is_set:
+            await self._read()
+            if self._connection.next_event() is CLOSED:
+                raise _End(Ending.CLOSED)
+
+    async def _wait_readable_then_cancel(self, scope: trio.CancelScope) -> None:
+        await self._peer.wait_readable()
+        scope.cancel()
+
+    async def _next_message(self) -> AnyRequest:
+        """Wait for the client's next message, however long it says nothing."""
+        deadline = float("inf")
+        while True:
+            match self._connection.next_event():
+                case Received(message=message):
+                    # The table lets a daemon hear nothing else.
+                    return cast("AnyRequest", message)
+                case Signal.CLOSED:
+                    raise _End(Ending.CLOSED)
+                case Signal.NEED_DATA:
+                    pass
+            if self._connection.has_partial_frame and deadline == float("inf"):
+                deadline = trio.current_time() + self._settings.frame_seconds
+            with trio.CancelScope(deadline=deadline) as scope:
+                await self._read()
+            if scope.cancelled_caught:
+                seconds = self._settings.frame_seconds
+                raise _End(Ending.FRAME_TIMEOUT, f"a frame took longer than {seconds:g} s")
+
+    async def _read(self) -> None:
+        """Hand the connection whatever the socket has next."""
+        data, descriptors = await self._peer.receive()
+        self._connection.receive(data, descriptors)
+        if not data:
+            self._connection.receive_eof()
+
+    async def _say_failed(self, ending: Ending, detail: str) -> None:
+        failed = messages.Failed(
+            reason=ending.value,
+            detail=detail[:MAX_DETAIL_CHARACTERS],
+            boot=self._settings.boot,
+        )
+        with (
+            suppress(ProtocolError, OSError, trio.TooSlowError),
+            trio.move_on_after(FAREWELL_SECONDS),
+        ):
+            await self._peer.send(self._connection.send(failed))

@@ -1,0 +1,90 @@
+"""The storage side of the daemon: RamTier and the actors that work for it. It owns their wiring."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import trio
+
+from prefixcached.actors import crash_points
+from prefixcached.actors.desk import RamConfig
+from prefixcached.actors.mailbox import Outbox
+from prefixcached.actors.prefetcher import Prefetcher
+from prefixcached.actors.ram_tier import RamTier
+from prefixcached.actors.ssd_settings import SsdTierConfig
+from prefixcached.actors.ssd_tier import SsdTier
+from prefixcached.actors.store import Store
+from prefixcached.daemon.config import Config
+
+
+class Storage:
+    """The actors behind the front (`app.StorageSide`). One object serves one run.
+
+    Args:
+        config: What the daemon is told.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._ram_tier = RamTier(
+            RamConfig(
+                ram_bytes=config.ram_bytes,
+                ssd_bytes=config.ssd_bytes,
+                max_images=config.max_images,
+                segment_max_bytes=config.segment_max_bytes,
+                segment_min_tokens=config.segment_min_tokens,
+                put_min_tokens=config.put_min_tokens,
+            )
+        )
+        self._ssd_tier: SsdTier | None = None
+        self._prefetcher: Prefetcher | None = None
+        if config.ssd_bytes:
+            store = Store(config.state_dir, crash_point=crash_points.from_environment(os.environ))
+            self._ssd_tier = SsdTier(
+                store, self._ram_tier.mailbox, SsdTierConfig(cap_bytes=config.ssd_bytes)
+            )
+            self._prefetcher = Prefetcher(
+                store, self._ram_tier.mailbox, quarantined=self._ssd_tier.others_changed
+            )
+            self._ram_tier.connect(ssd=self._ssd_tier.mailbox, prefetcher=self._prefetcher.mailbox)
+            self._ram_tier.statistics_sources.update(
+                ssd_tier=self._ssd_tier.statistics, prefetcher=self._prefetcher.statistics
+            )
+        self._stop = trio.Event()
+
+    @property
+    def mailbox(self) -> Outbox:
+        """RamTier's mailbox."""
+        return self._ram_tier.mailbox
+
+    @property
+    def boot(self) -> str:
+        """This run's name (rule L3)."""
+        return self._ram_tier.boot
+
+    @property
+    def statistics_sources(self) -> dict[str, Callable[[], Any]]:
+        """What the reply to `Status` is merged from."""
+        return self._ram_tier.statistics_sources
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Run the actors until `stop`, then until what is queued has been written.
+
+        The writers end when RamTier has nothing more for them and their mailboxes are closed.
+        """
+        async with trio.open_nursery() as writers:
+            if self._ssd_tier is not None:
+                await writers.start(self._ssd_tier.run)
+            async with trio.open_nursery() as nursery:
+                if self._prefetcher is not None:
+                    await nursery.start(self._prefetcher.run)
+                await nursery.start(self._ram_tier.run)
+                task_status.started()
+                await self._stop.wait()
+                await self._ram_tier.drain()
+                nursery.cancel_scope.cancel()
+            if self._ssd_tier is not None:
+                await self._ssd_tier.mailbox.aclose()
+
+    def stop(self) -> None:
+        """Let `run` finish."""
+        self._stop.set()

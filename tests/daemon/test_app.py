@@ -1,0 +1,133 @@
+"""The daemon as a whole, in the test's own event loop, with a fake storage side."""
+
+import signal
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from prefixcached.daemon import app
+from prefixcached.daemon.config import Config
+from prefixcached.daemon.errors import StartError
+from prefixcached.protocol import messages as m
+from tests.daemon.clients import connected
+from tests.daemon.fakes import FakeRamTier
+
+TAKE = m.Take(namespace="n", tokens=bytes(8))
+
+
+@pytest.fixture
+def settings(directory: Path) -> Config:
+    return Config(
+        socket=directory / "s",
+        state_dir=directory / "state",
+        ram_bytes=1,
+        ssd_bytes=0,
+        max_images=1,
+        max_connections=10,
+    )
+
+
+class RecordingStorage(FakeRamTier):
+    """Notes what was still there when it was stopped."""
+
+    def __init__(self, settings: Config) -> None:
+        super().__init__()
+        self._settings = settings
+        self.stops: list[tuple[int, bool]] = []
+
+    def stop(self) -> None:
+        self.stops.append((len(self.gone), self._settings.socket.exists()))
+        super().stop()
+
+
+class StuckStorage(FakeRamTier):
+    """Never finishes by itself."""
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        task_status.started()
+        await trio.sleep_forever()
+
+
+class FailingStorage(FakeRamTier):
+    """Fails as soon as it hears anything."""
+
+    async def _receive(self) -> None:
+        await self._inbox.receive()
+        raise ZeroDivisionError("a bug in an actor")
+
+
+@pytest.fixture
+def ready() -> trio.Event:
+    return trio.Event()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_ends_the_front_before_storage(
+    settings: Config, ready: trio.Event, number: signal.Signals
+) -> None:
+    """DESIGN 4: no socket and no session are left when storage is asked to finish."""
+    storage = RecordingStorage(settings)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(app.serve, settings, storage, ready.set)
+        await ready.wait()
+        async with connected(settings.socket) as client, connected(settings.socket):
+            await client.ask(TAKE)
+            signal.raise_signal(number)
+            await client.ended()
+    assert storage.stops == [(2, False)]
+    assert sorted(storage.gone) == [1, 2]
+    assert not settings.socket.exists()
+
+
+async def test_status_shows_the_front_beside_storage(settings: Config, ready: trio.Event) -> None:
+    """C5: the listener's counters are merged into the report."""
+    storage = FakeRamTier()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(app.serve, settings, storage, ready.set)
+        await ready.wait()
+        async with connected(settings.socket) as client:
+            reply = await client.ask(m.Status())
+            assert isinstance(reply, m.StatusReport)
+            assert reply.report["listener"]["current"] == 1
+            assert reply.report["daemon"]["socket"] == str(settings.socket)
+        signal.raise_signal(signal.SIGTERM)
+
+
+async def test_storage_that_does_not_finish_is_given_up(
+    autojump_clock: trio.testing.MockClock, settings: Config, ready: trio.Event
+) -> None:
+    """DESIGN 4: the stop is bounded, since launchd kills after its own deadline."""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(app.serve, settings, StuckStorage(), ready.set)
+        await ready.wait()
+        start = trio.current_time()
+        signal.raise_signal(signal.SIGTERM)
+    assert trio.current_time() - start == pytest.approx(app.DRAIN_SECONDS, abs=0.1)
+
+
+async def test_a_failing_actor_ends_the_daemon(settings: Config, ready: trio.Event) -> None:
+    """DESIGN 4: a supervisor starts it again; its clients see the end of the stream."""
+    with pytest.RaisesGroup(ZeroDivisionError, flatten_subgroups=True):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(app.serve, settings, FailingStorage(), ready.set)
+            await ready.wait()
+            async with connected(settings.socket) as client:
+                await client.say(TAKE)
+                await client.ended()
+    assert not settings.socket.exists()
+
+
+async def test_a_second_daemon_does_not_disturb_the_first(
+    settings: Config, ready: trio.Event
+) -> None:
+    """The lock is taken before anything is changed, so the first one's socket stays."""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(app.serve, settings, FakeRamTier(), ready.set)
+        await ready.wait()
+        with pytest.raises(StartError, match="another prefixcached"):
+            await app.serve(settings, FakeRamTier(), ready.set)
+        async with connected(settings.socket) as client:
+            assert isinstance(await client.ask(TAKE), m.Miss)
+        signal.raise_signal(signal.SIGTERM)

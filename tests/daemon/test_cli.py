@@ -1,0 +1,104 @@
+"""The command line, as a user or a script meets it: output, exit codes, real processes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from prefixcached import __version__
+from prefixcached.daemon.cli import main
+from prefixcached.protocol.paths import SOCKET_VARIABLE
+from tests.support.daemon_process import DaemonProcess
+
+
+def invoke(*arguments: str, socket: Path | None = None) -> Result:
+    environment = None if socket is None else {SOCKET_VARIABLE: str(socket)}
+    return CliRunner().invoke(main, arguments, env=environment)
+
+
+def test_version_and_help() -> None:
+    """Both end with 0, and the help names every command."""
+    assert invoke("--version").output.strip().endswith(__version__)
+    shown = invoke("--help")
+    assert shown.exit_code == 0
+    for command in ("serve", "status", "clear"):
+        assert command in shown.output
+        assert invoke(command, "-h").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("nonsense",),
+        ("status", "--nonsense"),
+        ("serve", "--ram-bytes", "8 apples"),
+        ("serve", "--ssd-bytes", "101%"),
+        ("serve", "--socket"),
+    ],
+)
+def test_wrong_usage_ends_with_2(arguments: tuple[str, ...], directory: Path) -> None:
+    """A script can tell its own mistake from the daemon's."""
+    shown = invoke(*arguments, socket=directory / "s")
+    assert shown.exit_code == 2, shown.output
+
+
+@pytest.mark.parametrize("arguments", [("status",), ("status", "--json"), ("clear",)])
+def test_no_daemon_ends_with_3(arguments: tuple[str, ...], directory: Path) -> None:
+    """A script can tell that nobody answers; a person reads what to do."""
+    shown = invoke(*arguments, socket=directory / "s")
+    assert shown.exit_code == 3
+    assert str(directory / "s") in shown.output
+    assert "prefixcached serve" in shown.output
+
+
+def test_a_daemon_that_cannot_start_ends_with_1(directory: Path) -> None:
+    """The text says what is in the way."""
+    directory.chmod(0o755)
+    shown = invoke("serve", "--socket", str(directory / "s"))
+    directory.chmod(0o700)
+    assert shown.exit_code == 1
+    assert "chmod 700" in shown.output
+    shown = invoke("serve", "--socket", str(directory / ("x" * 104)))
+    assert shown.exit_code == 1
+    assert "allows 103" in shown.output
+
+
+def test_status_and_clear_speak_to_a_real_daemon(daemon: DaemonProcess) -> None:
+    """`status --json` is one object with a section for each part; `clear` says what it did."""
+    report = json.loads(invoke("status", "--json", socket=daemon.socket).output)
+    assert report["daemon"]["pid"] == daemon.pid
+    assert report["listener"]["accepted"] >= 1
+    assert report["ram_tier"]["leases"] == 0
+    table = invoke("status", "--socket", str(daemon.socket))
+    assert table.exit_code == 0
+    assert "ram_tier" in table.output
+    assert invoke("clear", socket=daemon.socket).output == "cleared\n"
+    assert invoke("clear", "--namespace", "n", socket=daemon.socket).output == "cleared n\n"
+
+
+def test_a_second_daemon_for_the_same_socket_ends_with_1(daemon: DaemonProcess) -> None:
+    """It names the first one, which goes on."""
+    shown = invoke("serve", "--socket", str(daemon.socket))
+    assert shown.exit_code == 1
+    assert f"process {daemon.pid}" in shown.output
+    assert invoke("status", socket=daemon.socket).exit_code == 0
+
+
+LIST_IMPORTS = """
+import sys
+import prefixcached.daemon.cli, prefixcached.daemon.storage
+print(*sorted(sys.modules))
+"""
+
+
+def test_serving_imports_neither_mlx_nor_the_client() -> None:
+    """DESIGN 1: the daemon moves bytes and never sees a tensor."""
+    listed = subprocess.run(
+        [sys.executable, "-c", LIST_IMPORTS], capture_output=True, text=True, check=True
+    ).stdout.split()
+    unwanted = [name for name in listed if name.startswith(("mlx", "prefixcached.client"))]
+    assert not unwanted
+    assert "prefixcached.actors.ram_tier" in listed

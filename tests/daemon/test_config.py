@@ -1,0 +1,99 @@
+"""Configuration: sizes, places, and limits drawn from the machine."""
+
+import resource
+import sys
+from pathlib import Path
+
+import pytest
+
+from prefixcached.daemon import config, resources
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (0, 0),
+        (1234, 1234),
+        ("0", 0),
+        ("1234", 1234),
+        ("8GiB", 8 << 30),
+        ("8 gib", 8 << 30),
+        ("8G", 8 << 30),
+        ("1.5MiB", 3 << 19),
+        ("500MB", 500_000_000),
+        ("2TiB", 2 << 40),
+        ("12%", 120),
+        ("0.1%", 1),
+        ("100%", 1000),
+    ],
+)
+def test_sizes_are_read_as_people_write_them(text: str | int, expected: int) -> None:
+    """Binary and decimal units, plain bytes, and shares of the whole."""
+    assert config.parse_size(text, 1000) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "8 apples", "-1", -1, "1e9", "101%", "8GiBs", "٣GiB"])
+def test_what_is_no_size_is_refused(text: str | int) -> None:
+    """A typing error is not a cap of zero."""
+    with pytest.raises(ValueError, match=r"size|negative|more than"):
+        config.parse_size(text, 1000)
+
+
+def test_paths_are_absolute_and_the_lock_lies_beside_the_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon may change its directory later; launchd starts it in /."""
+    monkeypatch.chdir(tmp_path)
+    loaded = config.load(socket=Path("a/s"), state_dir=Path("b"), ram_size="1MiB", ssd_size="50%")
+    assert loaded.socket == tmp_path / "a" / "s"
+    assert loaded.lock_file == tmp_path / "a" / "s.lock"
+    assert loaded.segments_dir == tmp_path / "b" / "segments.noindex"
+    assert loaded.ram_bytes == 1 << 20
+    assert 0 < loaded.ssd_bytes < resources.volume_bytes(tmp_path)
+    assert not (tmp_path / "b").exists()
+
+
+def test_the_default_caps_are_a_share_of_memory_and_no_ssd(tmp_path: Path) -> None:
+    """FIELD 3: a fixed default makes a small machine swap."""
+    loaded = config.load(socket=tmp_path / "s", state_dir=tmp_path)
+    assert loaded.ram_bytes == resources.memory_bytes() * 12 // 100
+    assert loaded.ssd_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("platform", "ending"),
+    [("darwin", "Library/Caches/prefixcached"), ("linux", ".cache/prefixcached")],
+)
+def test_files_that_may_be_lost_lie_where_the_platform_keeps_them(
+    monkeypatch: pytest.MonkeyPatch, platform: str, ending: str
+) -> None:
+    """PLATFORM 1.6: Caches on macOS, the XDG cache directory on Linux."""
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert config.default_state_dir() == Path("/home/somebody") / ending
+
+
+def test_the_descriptor_limit_is_raised_to_the_hard_one() -> None:
+    """E1: launchd's 256 would be a cap of a few dozen images."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+        assert resources.raise_descriptor_limit() == before[1]
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+        assert resources.raise_descriptor_limit() == before[1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("descriptors", [16, 256, 1024, 10240, 1 << 20])
+def test_images_and_connections_fit_the_descriptor_limit(descriptors: int) -> None:
+    """E1: the image cap leaves room for the sessions and the process itself."""
+    images, sessions = resources.image_limit(descriptors), resources.connection_limit(descriptors)
+    assert images >= 1
+    assert sessions >= 1
+    if descriptors >= 256:
+        used = images * resources.DESCRIPTORS_PER_IMAGE + sessions
+        assert used + resources.RESERVED_DESCRIPTORS <= descriptors
+    assert images <= resources.MAX_IMAGES
+    assert sessions <= resources.MAX_CONNECTIONS

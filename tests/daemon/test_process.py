@@ -1,0 +1,105 @@
+"""The daemon as a process: READY, signals, and what a kill leaves."""
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from contextlib import closing
+from typing import Any
+
+from prefixcached.protocol import messages as m
+from prefixcached.protocol.connection import Connection, Received, Role
+from prefixcached.protocol.framing import encode
+from tests.daemon.clients import HELLO
+from tests.support.daemon_process import DaemonProcess
+
+
+def greet(daemon: DaemonProcess) -> tuple[socket.socket, Connection]:
+    """A blocking connection to it, greeted."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(10)
+    sock.connect(str(daemon.socket))
+    connection = Connection(Role.CLIENT)
+    sock.sendall(connection.send(HELLO))
+    assert isinstance(hear(sock, connection), m.Welcome)
+    return sock, connection
+
+
+def hear(sock: socket.socket, connection: Connection) -> object:
+    while not isinstance(event := connection.next_event(), Received):
+        data = sock.recv(1 << 16)
+        connection.receive(data)
+        if not data:
+            connection.receive_eof()
+    return event.message
+
+
+def report(daemon: DaemonProcess) -> dict[str, Any]:
+    sock, connection = greet(daemon)
+    with closing(sock):
+        sock.sendall(connection.send(m.Status()))
+        reply = hear(sock, connection)
+    assert isinstance(reply, m.StatusReport)
+    return reply.report
+
+
+def test_sigterm_ends_with_0_and_removes_the_socket(daemon: DaemonProcess) -> None:
+    """A stop in good order, with a client connected, leaves only the lock file."""
+    sock, _ = greet(daemon)
+    with closing(sock):
+        assert stat.S_IMODE(daemon.socket.stat().st_mode) == 0o600
+        assert daemon.terminate() == 0
+        assert sock.recv(1) == b""
+    assert not daemon.socket.exists()
+    assert daemon.socket.with_name("s.lock").exists()
+    assert daemon.start().is_running
+
+
+def test_after_kill_9_the_next_one_starts(daemon: DaemonProcess) -> None:
+    """The socket that is left is nobody's, and the lock ended with the process."""
+    before = report(daemon)["daemon"]["pid"]
+    daemon.kill()
+    assert daemon.socket.exists()
+    daemon.start()
+    assert report(daemon)["daemon"]["pid"] == daemon.pid != before
+
+
+def test_a_second_signal_ends_at_once(daemon: DaemonProcess) -> None:
+    """Both arrive before the daemon runs again, so it cannot have stopped in between."""
+    daemon.stop()
+    daemon.signal(signal.SIGTERM)
+    daemon.signal(signal.SIGINT)
+    daemon.cont()
+    assert daemon.wait() == 1
+    assert "ending at once" in daemon.log()
+
+
+DIE = """
+import os, signal, socket, sys
+sock = socket.socket(socket.AF_UNIX)
+sock.connect(sys.argv[1])
+sock.sendall(bytes.fromhex(sys.argv[2]))
+sock.recv(1 << 16)
+sock.sendall(bytes.fromhex(sys.argv[3]))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_clients_that_are_killed_leave_nothing(daemon: DaemonProcess) -> None:
+    """L1, C3: between frames, within a frame, and during a request."""
+    report(daemon)
+    descriptors = len(os.listdir(f"/proc/{daemon.pid}/fd"))
+    for data in (b"", encode(m.Status())[:5], b"garbage!!", encode(m.Flush())):
+        arguments = [str(daemon.socket), encode(HELLO).hex(), data.hex()]
+        child = subprocess.run([sys.executable, "-c", DIE, *arguments], check=False)
+        assert child.returncode == -signal.SIGKILL
+    # Sessions end one after another; the report's own session is the one that is left.
+    for _ in range(100):
+        found = report(daemon)["listener"]
+        if found["current"] == 1:
+            break
+    assert found["current"] == 1
+    assert found["accepted"] >= 5
+    assert len(os.listdir(f"/proc/{daemon.pid}/fd")) <= descriptors + 1

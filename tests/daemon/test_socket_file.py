@@ -1,0 +1,150 @@
+"""The socket's place in the file system: private, single, and cleared of what a crash left."""
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prefixcached.daemon.errors import StartError
+from prefixcached.daemon.socket_file import (
+    InstanceLock,
+    SocketFile,
+    check_path,
+    prepare_directory,
+)
+
+
+def test_socket_and_directory_are_the_users_alone(directory: Path) -> None:
+    """C1: 0600 in 0700, whatever the umask says."""
+    before = os.umask(0)
+    try:
+        prepare_directory(directory / "new" / "deep")
+        with SocketFile(directory / "new" / "deep" / "s"):
+            assert stat.S_IMODE((directory / "new" / "deep").stat().st_mode) == 0o700
+            assert stat.S_IMODE((directory / "new" / "deep" / "s").stat().st_mode) == 0o600
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701, 0o500])
+def test_a_directory_that_others_may_enter_is_refused(directory: Path, mode: int) -> None:
+    """C1: the text names the directory, its mode, and the command that mends it."""
+    directory.chmod(mode)
+    with pytest.raises(StartError, match=f"{directory} has mode {mode:04o} .*chmod 700"):
+        prepare_directory(directory)
+    assert stat.S_IMODE(directory.stat().st_mode) == mode
+    directory.chmod(0o700)
+
+
+def test_a_directory_of_another_user_is_refused(directory: Path) -> None:
+    """C1: nobody else's directory is used, nor changed."""
+    if os.getuid() == 0:
+        os.chown(directory, 12345, -1)
+        other = directory
+    else:
+        other = Path("/")
+    with pytest.raises(StartError, match="belongs to user"):
+        prepare_directory(other)
+
+
+def test_a_directory_that_cannot_be_made_is_an_error_with_its_path(directory: Path) -> None:
+    """The user learns what is in the way."""
+    (directory / "file").touch()
+    with pytest.raises(StartError, match=f"cannot create the directory {directory}/file"):
+        prepare_directory(directory / "file" / "below")
+    with pytest.raises(StartError, match=f"cannot create the directory {directory}/file"):
+        prepare_directory(directory / "file")
+
+
+def test_a_path_too_long_for_a_socket_is_refused_with_its_length(directory: Path) -> None:
+    """PLATFORM 1.6: 103 bytes, also where Linux would take 107, and never cut short."""
+    room = 103 - len(os.fsencode(directory)) - 1
+    check_path(directory / ("x" * room))
+    with pytest.raises(StartError, match="104 bytes and the system allows 103"):
+        check_path(directory / ("x" * (room + 1)))
+    with pytest.raises(StartError, match="shorter one with --socket"):
+        SocketFile(directory / ("é" * room))
+
+
+def test_a_socket_left_by_a_killed_daemon_is_replaced(directory: Path) -> None:
+    """The holder of the lock owns the path."""
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(directory / "s"))
+    with SocketFile(directory / "s"), socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(directory / "s"))
+    assert not (directory / "s").exists()
+
+
+@pytest.mark.parametrize("kind", ["file", "directory", "link"])
+def test_what_is_no_socket_is_left_alone(directory: Path, kind: str) -> None:
+    """A wrong --socket must not cost anybody a file."""
+    path = directory / "s"
+    if kind == "file":
+        path.touch()
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        path.symlink_to(directory / "elsewhere")
+    with pytest.raises(StartError, match="exists and is no socket"), SocketFile(path):
+        pass
+    assert path.is_symlink() or path.exists()
+
+
+def test_a_socket_that_another_put_there_is_not_removed(directory: Path) -> None:
+    """At the end only our own file goes."""
+    path = directory / "s"
+    with socket.socket(socket.AF_UNIX) as other:
+        with SocketFile(path):
+            path.unlink()
+            other.bind(str(path))
+        assert path.exists()
+
+
+def test_closing_twice_is_closing_once(directory: Path) -> None:
+    """The socket goes when the front does; the context ends later."""
+    path = directory / "s"
+    with SocketFile(path) as socket_file:
+        socket_file.close()
+        path.touch()
+    assert path.exists()
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from prefixcached.daemon.socket_file import InstanceLock
+with InstanceLock(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_second_daemon_is_refused_and_told_who_the_first_is(directory: Path) -> None:
+    """D9: one daemon for one socket, also when the first was killed with -9."""
+    lock = directory / "s.lock"
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == b"held\n"
+        with pytest.raises(StartError, match=f"process {first.pid}"), InstanceLock(lock):
+            pass
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        with InstanceLock(lock):
+            assert lock.read_text() == f"{os.getpid()}\n"
+            assert stat.S_IMODE(lock.stat().st_mode) == 0o600
+
+
+def test_a_lock_file_that_is_a_link_is_refused(directory: Path) -> None:
+    """D9: no symbolic link is followed to a file of somebody else's choice."""
+    (directory / "victim").write_text("precious")
+    (directory / "s.lock").symlink_to(directory / "victim")
+    with pytest.raises(StartError, match="cannot open the lock file"):
+        InstanceLock(directory / "s.lock").__enter__()
+    assert (directory / "victim").read_text() == "precious"
