@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from prefixcached.actors.entries import Memory
 from prefixcached.actors.index import Index
+from prefixcached.actors.retention_policy import DEFAULT_POLICY
 from prefixcached.protocol import limits
 from prefixcached.protocol.actor_messages import ActorMessage
 from prefixcached.protocol.messages import Reply
@@ -24,6 +25,9 @@ class RamConfig:
 
     ``ssd_bytes`` 0 turns the SSD tier off. ``put_wait_seconds`` is how long an offer waits for
     another put of the same tokens (P5), ``room_wait_seconds`` how long for memory (E4).
+    ``retention`` names a policy of retention_policy.py (E3). ``namespace_quota`` is the share of
+    RAM that one namespace keeps when others want room (E9; 1.0 is no quota), ``pressure_target``
+    the share that is used while memory is short (M2).
     """
 
     ram_bytes: int = DEFAULT_RAM_BYTES
@@ -37,6 +41,9 @@ class RamConfig:
     write_delay_seconds: float = 0.5
     idle_seconds: float = 300.0
     promote: str = "second-hit"
+    retention: str = DEFAULT_POLICY
+    namespace_quota: float = 1.0
+    pressure_target: float = 0.5
     claim_min_tokens: int = 256
     label_ttl_seconds: float = 3600.0
 

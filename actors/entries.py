@@ -57,12 +57,14 @@ class Entry:
 
     ``holders`` counts leases, pins and puts in flight that need the bytes to stay.
     ``charged_bytes`` is what its memory costs. ``priority`` orders victims, least first.
+    ``superseded`` are the entries that this one absorbed or replaced, whose files must stay until
+    it is durable (rule D8); each names it as its ``successor`` until then.
     """
 
     __slots__ = (
         "attached", "charged_bytes", "file", "holders", "id", "is_labelled", "memory",
-        "namespace", "nbytes", "priority", "spec", "ssd_hits", "touched_seconds", "used",
-        "used_seconds", "uses", "write",
+        "namespace", "nbytes", "priority", "spec", "ssd_hits", "successor", "superseded",
+        "touched_seconds", "used", "used_seconds", "uses", "write",
     )  # fmt: skip
 
     def __init__(self, entry_id: str, namespace: "Namespace", spec: ImageSpec, nbytes: int) -> None:
@@ -83,6 +85,8 @@ class Entry:
         self.is_labelled = False
         self.ssd_hits = 0
         self.touched_seconds = 0.0
+        self.superseded: list[Entry] = []
+        self.successor: Entry | None = None
 
     @property
     def owner(self) -> "Segment | None":
@@ -109,13 +113,12 @@ class Segment(Entry):
 
     ``start`` may lie behind ``spec.start``: the image then has surplus head rows that somebody else
     stored first (rule P6). ``children`` are keyed by (position, first token), ``checkpoints`` by
-    position in (start, end]. ``superseded`` are the segments that this one absorbed, whose files
-    must stay until it is durable (rule D8); each names it as its ``successor`` until then.
+    their `Checkpoint.key`, with positions in (start, end].
     """
 
     __slots__ = (
         "checkpoints", "children", "durable_dependents", "end", "minimum", "parent",
-        "resident_dependents", "start", "successor", "superseded", "tokens",
+        "resident_dependents", "start", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -129,11 +132,9 @@ class Segment(Entry):
         self.minimum = minimum
         self.parent: Segment | None = None
         self.children: dict[tuple[int, int], Segment] = {}
-        self.checkpoints: dict[int, Checkpoint] = {}
+        self.checkpoints: dict[tuple[int, bool], Checkpoint] = {}
         self.resident_dependents = 0
         self.durable_dependents = 0
-        self.superseded: list[Segment] = []
-        self.successor: Segment | None = None
 
     @property
     def owner(self) -> "Segment | None":
@@ -158,7 +159,10 @@ class Segment(Entry):
 
 
 class Checkpoint(Entry):
-    """Snapshots at one position; window rows too where no segment of its put could carry them."""
+    """Snapshots at one position; window rows too where no segment of its put could carry them.
+
+    One position may have two: a snapshot, and rows alone that were missing once it was held.
+    """
 
     __slots__ = ("attachments", "position", "segment")
 
@@ -180,6 +184,11 @@ class Checkpoint(Entry):
     def has_state(self) -> bool:
         """Whether it holds a snapshot, not window rows alone."""
         return bool(self.spec.tensors or self.spec.metadata)
+
+    @property
+    def key(self) -> tuple[int, bool]:
+        """What it is found by on its segment: the position, and whether it is a snapshot."""
+        return self.position, self.has_state
 
 
 class ObjectEntry(Entry):

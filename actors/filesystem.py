@@ -28,6 +28,7 @@ class ImageMemory(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes of the image."""
+        ...
 
     def copy_to_file(self, fd: int, file_offset: int, hasher: Hasher | None = None) -> None:
         """Write all bytes to a file, feeding ``hasher`` on the way."""

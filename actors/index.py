@@ -5,8 +5,9 @@ is told to the `Outlet`, and its outcome comes back by a method here. Rules E1, 
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
+from itertools import chain
 from typing import Final, Protocol
 
 from prefixcached.actors import tree
@@ -22,6 +23,7 @@ from prefixcached.actors.entries import (
 )
 from prefixcached.actors.evicted import EvictedMemory
 from prefixcached.actors.ledger import Ledger
+from prefixcached.actors.quotas import Quotas
 from prefixcached.actors.retention_policy import RetentionPolicy
 from prefixcached.actors.victims import Victims
 from prefixcached.protocol.actor_messages import DeleteFile, FileEntry
@@ -29,6 +31,9 @@ from prefixcached.protocol.schema import Schema
 
 RAM_STATES: Final = ("resident", "lingering", "in_flight", "promoting", "freeing")
 SSD_STATES: Final = ("durable", "writing", "lingering", "deleting", "trash", "other")
+
+TOUCH_SECONDS: Final = 60.0
+"""Between two updates of a file's recency: a restart may forget a minute of it (rule D5)."""
 
 
 class Outlet(Protocol):
@@ -39,6 +44,9 @@ class Outlet(Protocol):
 
     def delete_file(self, message: DeleteFile) -> None:
         """Delete a file; `Index.deleted` is called when that is done."""
+
+    def touch_file(self, file: FileEntry) -> None:
+        """Record in the file's modification time that it is in use (rule D5)."""
 
 
 class Label(Protocol):
@@ -62,7 +70,7 @@ class Index:
 
     def __init__(
         self, outlet: Outlet, policy: RetentionPolicy, *, ram_bytes: int, max_images: int,
-        ssd_bytes: int = 0,
+        ssd_bytes: int = 0, namespace_quota: float = 1.0,
     ) -> None:  # fmt: skip
         self._outlet = outlet
         self._policy = policy
@@ -75,9 +83,16 @@ class Index:
         self.held_bytes = 0
         self.held_images = 0
         self.ram_victims = Victims(_may_leave_ram)
+        self.durable_victims = Victims(_may_leave_ram_without_io)
         self.ssd_victims = Victims(_may_leave_ssd)
+        self.quotas = Quotas(namespace_quota, _may_leave_ram)
         self.evicted_memory = EvictedMemory()
         self.writing: Entry | None = None
+        self.lost: list[Entry] = []
+        """Resident entries that lost their files since the caller last took them."""
+        self._clears = 0
+        self._is_trash_expected = False
+        self._trash_elsewhere_bytes = 0
         self._labels: dict[str, set[Label]] = {}
         self.unattached: dict[str, FileEntry] = {}
         self.counters = dict.fromkeys(
@@ -119,7 +134,8 @@ class Index:
             self.held_images += 1
         if entry.owner is not None:
             entry.owner.resident_dependents += 1
-        self.ram_victims.offer(entry)
+        self.quotas.became_resident(entry)
+        self._offer(entry)
 
     def set_file(self, entry: Entry, file: FileEntry, reserved_bytes: int) -> None:
         """``entry`` is durable; ``reserved_bytes`` were charged for its writing.
@@ -134,10 +150,9 @@ class Index:
             with _Dependence(entry):
                 entry.file = file
                 entry.write = WriteState.IDLE
-            if isinstance(entry, Segment):
-                self._give_up_superseded(entry)
+            self._give_up_superseded(entry)
             self._offer_to_victims(entry)
-        elif isinstance(entry, Segment) and entry.successor is not None:
+        elif entry.successor is not None:
             self.ssd.add("lingering", file.allocated_bytes)
             entry.file = file
         else:
@@ -169,16 +184,24 @@ class Index:
 
     # -- entries are used -----------------------------------------------------------------------
 
-    def use(self, entries: Iterable[Entry], now_seconds: float) -> None:
-        """Refresh the recency of ``entries``, ancestors before descendants."""
+    def use(
+        self, entries: Iterable[Entry], now_seconds: float, *, is_hit: bool = True
+    ) -> None:  # fmt: skip
+        """Refresh the recency of ``entries``, ancestors before descendants.
+
+        Only hits count as uses: whoever stores a prompt touches its path several times within one
+        turn, and that says nothing of whether anybody will want it again (rule E9).
+        """
         self._clock += 1
         for entry in entries:
             entry.used = self._clock
             entry.used_seconds = now_seconds
-            entry.uses += 1
+            entry.uses += is_hit
             entry.priority = self._policy.accessed(entry)
-            self.ram_victims.offer(entry)
-            self.ssd_victims.offer(entry)
+            self._offer(entry)
+            if entry.file is not None and now_seconds - entry.touched_seconds >= TOUCH_SECONDS:
+                entry.touched_seconds = now_seconds
+                self._outlet.touch_file(entry.file)
 
     def move_label(self, label: Label, entry: Entry | None) -> None:
         """Let ``label`` mark ``entry``, or nothing; marked entries are evicted last (rule E2)."""
@@ -247,12 +270,14 @@ class Index:
             entry.file = None
         if entry.attached and entry.memory is None:
             self.remove(entry)
+        elif entry.attached:
+            self.lost.append(entry)
+            self._offer_to_victims(entry)
 
-    def remove(self, entry: Entry, *, cleared: bool = False) -> None:
+    def remove(self, entry: Entry) -> None:
         """Take ``entry`` and all that hangs on it out of the tree, for both tiers.
 
-        What somebody holds lingers, counted, until the last holder ends (rule L2). ``cleared``
-        says that the files are already out of reach, in the trash.
+        What somebody holds lingers, counted, until the last holder ends (rule L2).
         """
         parent = entry.owner
         below = entries_below(entry) if isinstance(entry, Segment) else [entry]
@@ -260,9 +285,6 @@ class Index:
             self._detach(gone)
             for label in list(self._labels.get(gone.id, ())):
                 self.move_label(label, None)
-            if cleared and gone.file is not None and not gone.holders:
-                self.ssd.move("durable", "trash", gone.file.allocated_bytes)
-                gone.file = None
             if gone.holders:
                 if gone.memory is not None:
                     self.ram.move("resident", "lingering", gone.charged_bytes)
@@ -270,10 +292,12 @@ class Index:
                     self.ssd.move("durable", "lingering", gone.file.allocated_bytes)
             else:
                 self._dispose(gone, "resident", "durable")
-            if isinstance(gone, Segment) and gone is not entry:
+            if gone is not entry:
                 self._give_up_superseded(gone)
         if isinstance(entry, Segment):
-            self._revive_superseded(entry, None if cleared else parent)
+            self._revive_superseded(entry, None if entry.namespace.cleared else parent)
+        else:
+            self._give_up_superseded(entry)
         self.forget_if_empty(entry.namespace)
 
     def clear(self, namespace: Namespace) -> tuple[int, int]:
@@ -283,7 +307,7 @@ class Index:
         for top in [*namespace.root.children.values(), *namespace.objects.values()]:
             below = entries_below(top) if isinstance(top, Segment) else [top]
             nbytes += sum(entry.charged_bytes for entry in below if entry.memory is not None)
-            self.remove(top, cleared=True)
+            self.remove(top)
         self.namespaces.pop(namespace.name, None)
         return images, nbytes
 
@@ -297,21 +321,40 @@ class Index:
         assert leaf.is_leaf
         self._detach(leaf)
         self.add_segment(successor, parent)
+        self._supersede(leaf, successor)
+
+    def replace(self, old: Entry, new: Checkpoint | ObjectEntry) -> None:
+        """Put ``new`` in the place of ``old``, which has the same key: the newest wins (P3).
+
+        A file of ``old`` stays until ``new`` is durable (rule D8).
+        """
+        owner = old.owner
+        self._detach(old)
+        if isinstance(new, ObjectEntry):
+            self.add_object(new)
+        else:
+            assert owner is not None
+            self.add_checkpoint(new, owner)
+        self._supersede(old, new)
+
+    def _supersede(self, old: Entry, new: Entry) -> None:
         self.counters["superseded"] += 1
-        for label in list(self._labels.get(leaf.id, ())):
-            self.move_label(label, successor)
-        successor.superseded = [*leaf.superseded, leaf]
-        leaf.superseded = []
-        for old in successor.superseded:
-            old.successor = successor
-        if leaf.memory is not None:
-            if leaf.holders:
-                self.ram.move("resident", "lingering", leaf.charged_bytes)
+        for label in list(self._labels.get(old.id, ())):
+            self.move_label(label, new)
+        new.uses = old.uses
+        earlier = [*old.superseded, old]
+        old.superseded = []
+        new.superseded = [e for e in earlier if e.file or e.write is WriteState.WRITING]
+        for entry in earlier:
+            entry.successor = new
+        if old.memory is not None:
+            if old.holders:
+                self.ram.move("resident", "lingering", old.charged_bytes)
             else:
-                memory, leaf.memory = leaf.memory, None
-                self._free(memory, leaf, "resident")
-        if leaf.file is not None:
-            self.ssd.move("durable", "lingering", leaf.file.allocated_bytes)
+                memory, old.memory = old.memory, None
+                self._free(memory, old, "resident")
+        if old.file is not None:
+            self.ssd.move("durable", "lingering", old.file.allocated_bytes)
 
     def give_back(self, memory: Memory, charged_as: str, charged_bytes: int) -> None:
         """Free memory that was reserved in state ``charged_as`` and became part of no entry."""
@@ -330,15 +373,13 @@ class Index:
         if not self._could_fit(nbytes, images):
             return Room.NEVER
         if not self.ram.fits(nbytes, images, leaving="freeing"):
-            for victim in self.ram_victims.in_order():
-                if victim.rank >= (False, below):
-                    break
-                if victim.file is None and victim.write in (WriteState.QUEUED, WriteState.WRITING):
-                    continue
-                self._evict(victim)
-                if self.ram.fits(nbytes, images, leaving="freeing"):
-                    break
+            self._evict_until(lambda: self.ram.fits(nbytes, images, leaving="freeing"), below)
         return Room.FITS if self.ram.fits(nbytes, images) else Room.SOON
+
+    def evict_beyond(self, limit_bytes: int) -> None:
+        """Evict, by rule E4, what exceeds ``limit_bytes`` as far as it may leave now (rule M5)."""
+        ram = self.ram
+        self._evict_until(lambda: ram.bytes - ram.bytes_by_state["freeing"] <= limit_bytes)
 
     def make_room_on_disk(self, nbytes: int) -> bool:
         """Delete files until ``nbytes`` more fit once they are gone; False if they cannot.
@@ -348,7 +389,8 @@ class Index:
         over = self.ssd.bytes - self._leaving_disk() + nbytes - self.ssd.bytes_cap
         if over <= 0:
             return True
-        fixed = sum(self.ssd.bytes_by_state[s] for s in ("writing", "lingering"))
+        fixed = sum(self.ssd.bytes_by_state[s] for s in ("writing", "lingering", "other"))
+        fixed -= sum(file.allocated_bytes for file in self.unattached.values())
         fixed += sum(e.file.allocated_bytes for e in self.entries.values() if e.file and e.holders)
         if fixed + nbytes > self.ssd.bytes_cap:
             return False
@@ -379,28 +421,49 @@ class Index:
         known = sum(file.allocated_bytes for file in self.unattached.values())
         self.ssd.add("other", known + nbytes - self.ssd.bytes_by_state["other"], 0)
 
-    def trash_emptied(self, nbytes: int) -> None:
-        """Cleared files are gone; what was lent of them is counted as lingering until then."""
-        gone = min(nbytes, self.ssd.bytes_by_state["trash"])
-        self.ssd.remove("trash", gone, 0)
+    def expect_trash(self, namespace: str | None) -> None:
+        """The disk will be told to clear a namespace (all when None); to be called before `clear`.
 
-    def forget_unattached(self) -> None:
-        """Everything was cleared, files that no entry owns included."""
-        nbytes = sum(file.allocated_bytes for file in self.unattached.values())
-        self.ssd.move("other", "trash", nbytes, len(self.unattached))
-        self.unattached.clear()
+        The disk will report every file of it as trash, also those that are charged elsewhere,
+        because somebody reads them or they were being written or deleted.
+        """
+        self._clears += 1
+        self._is_trash_expected = True
+        states = ("lingering", "writing", "deleting")
+        self._trash_elsewhere_bytes += sum(self.ssd.bytes_by_state[s] for s in states)
+        for file in list(self.unattached.values()):
+            if namespace in (None, file.header.namespace):
+                del self.unattached[file.header.id]
+                self.ssd.move("other", "trash", file.allocated_bytes)
+
+    def namespace_cleared(self) -> None:
+        """The disk has carried out one clear."""
+        self._clears -= 1
+
+    def trash_emptied(self, nbytes: int, *, done: bool) -> None:
+        """Cleared files are gone; ``done`` when none is left of what the disk has cleared."""
+        if done and not self._clears:
+            self._is_trash_expected = False
+            self._trash_elsewhere_bytes = 0
+            trash = self.ssd.bytes_by_state["trash"]
+            self.ssd.remove("trash", trash, self.ssd.images_by_state["trash"])
+            return
+        elsewhere = min(nbytes, self._trash_elsewhere_bytes)
+        self._trash_elsewhere_bytes -= elsewhere
+        self.ssd.remove("trash", min(nbytes - elsewhere, self.ssd.bytes_by_state["trash"]), 0)
 
     def demote_idle(self, unused_since_seconds: float) -> int:
-        """Drop the memory of durable entries unused since then (rule E8); return how many."""
-        idle = [
-            entry
-            for entry in self.ram_victims.in_order()
-            if entry.file is not None and entry.used_seconds < unused_since_seconds
-        ]
-        for entry in idle:
-            self.drop_memory(entry)
-        self.counters["demotions"] += len(idle)
-        return len(idle)
+        """Drop the memory of durable entries unused since then (rule E8); return how many.
+
+        Each is dropped at once, so that its ancestors follow within the same sweep.
+        """
+        demoted = 0
+        for entry in self.durable_victims.in_order():
+            if entry.used_seconds < unused_since_seconds:
+                self.drop_memory(entry)
+                demoted += 1
+        self.counters["demotions"] += demoted
+        return demoted
 
     def _leaving_disk(self) -> int:
         return self.ssd.bytes_by_state["deleting"] + self.ssd.bytes_by_state["trash"]
@@ -425,9 +488,22 @@ class Index:
             fixed_bytes -= writing.charged_bytes
             fixed_images -= 1
         return (
-            fixed_bytes + nbytes <= self.ram.bytes_cap
+            fixed_bytes + nbytes <= self.ram.limit_bytes
             and fixed_images + images <= self.ram.images_cap
         )
+
+    def _evict_until(self, enough: Callable[[], bool], below: float = math.inf) -> None:
+        """Evict victims of less priority than ``below`` until ``enough``, by rules E2, E4, E9."""
+        # A promotion evicts nothing that is used more than it, also not for a quota (rule E7).
+        over_quota = self.quotas.victims(self.ram.bytes_cap) if below == math.inf else ()
+        for victim in chain(over_quota, self.ram_victims.in_order()):
+            if below < math.inf and victim.rank >= (False, below):
+                break
+            if victim.file is None and victim.write in (WriteState.QUEUED, WriteState.WRITING):
+                continue
+            self._evict(victim)
+            if enough():
+                break
 
     def _evict(self, victim: Entry) -> None:
         self.counters["evictions"] += 1
@@ -440,6 +516,8 @@ class Index:
 
     def _detach(self, entry: Entry) -> None:
         owner = entry.owner
+        if entry.memory is not None:
+            self.quotas.left(entry)
         if entry.holders and entry.memory is not None:
             self.held_bytes -= entry.charged_bytes
             self.held_images -= 1
@@ -455,14 +533,16 @@ class Index:
         entry.attached = False
         entry.namespace.entries -= 1
         del self.entries[entry.id]
+        self._offer(entry)
         if owner is not None:
             self._offer_to_victims(owner)
 
     def _forget_memory(self, entry: Entry) -> None:
+        self.quotas.left(entry)
         entry.memory = None
         if entry.owner is not None:
             entry.owner.resident_dependents -= 1
-            self._offer_to_victims(entry.owner)
+        self._offer_to_victims(entry)
 
     def _free(self, memory: Memory, entry: Entry, state: str) -> None:
         self.ram.move(state, "freeing", entry.charged_bytes)
@@ -476,8 +556,7 @@ class Index:
         if entry.memory is not None:
             memory, entry.memory = entry.memory, None
             self._free(memory, entry, ram_state)
-        waits = isinstance(entry, Segment) and entry.successor is not None
-        if entry.file is not None and not waits:
+        if entry.file is not None and entry.successor is None:
             self._delete_file(entry, ssd_state)
 
     def _delete_file(self, entry: Entry, state: str) -> None:
@@ -486,22 +565,27 @@ class Index:
         with _Dependence(entry):
             entry.file = None
         if entry.namespace.cleared:  # already on its way out, with the rest of its directory
-            self.ssd.remove(state, file.allocated_bytes)
+            if self._is_trash_expected:
+                self.ssd.move(state, "trash", file.allocated_bytes)
+            else:
+                self.ssd.remove(state, file.allocated_bytes)
             return
         self.ssd.move(state, "deleting", file.allocated_bytes)
         self._outlet.delete_file(DeleteFile(entry.id, file.path, file.allocated_bytes))
 
-    def _give_up_superseded(self, segment: Segment, keep: Segment | None = None) -> None:
-        """Delete the files of what ``segment`` absorbed, but for ``keep`` and what is lent."""
-        for old in segment.superseded:
+    def _give_up_superseded(self, entry: Entry, keep: Entry | None = None) -> None:
+        """Delete the files of what ``entry`` superseded, but for ``keep`` and what is lent."""
+        for old in entry.superseded:
             old.successor = None
             if old is not keep and old.file is not None and not old.holders:
                 self._delete_file(old, "lingering")
-        segment.superseded = []
+        entry.superseded = []
 
     def _revive_superseded(self, segment: Segment, parent: Segment | None) -> None:
         """``segment`` left before it was durable: the longest file it absorbed serves again."""
-        durable = [old for old in segment.superseded if old.file is not None]
+        durable = [
+            old for old in segment.superseded if isinstance(old, Segment) and old.file is not None
+        ]
         old = max(durable, key=lambda old: old.end, default=None)
         alive = parent is not None and (parent.attached or parent is segment.namespace.root)
         self._give_up_superseded(segment, old if alive else None)
@@ -515,6 +599,7 @@ class Index:
         if old.memory is not None:  # a lease on it kept its bytes
             self.ram.move("lingering", "resident", old.charged_bytes)
             parent.resident_dependents += 1
+            self.quotas.became_resident(old)
             self.held_bytes += old.charged_bytes
             self.held_images += 1
         self._offer_to_victims(old)
@@ -526,11 +611,15 @@ class Index:
             del self.namespaces[namespace.name]
 
     def _offer_to_victims(self, entry: Entry) -> None:
-        self.ram_victims.offer(entry)
-        self.ssd_victims.offer(entry)
+        self._offer(entry)
         if entry.owner is not None:
-            self.ram_victims.offer(entry.owner)
-            self.ssd_victims.offer(entry.owner)
+            self._offer(entry.owner)
+
+    def _offer(self, entry: Entry) -> None:
+        self.ram_victims.offer(entry)
+        self.durable_victims.offer(entry)
+        self.quotas.offer(entry)
+        self.ssd_victims.offer(entry)
 
 
 class _Dependence:
@@ -555,6 +644,10 @@ def _may_leave_ram(entry: Entry) -> bool:
         and not entry.holders
         and not (isinstance(entry, Segment) and entry.resident_dependents)
     )
+
+
+def _may_leave_ram_without_io(entry: Entry) -> bool:
+    return entry.file is not None and _may_leave_ram(entry)
 
 
 def _may_leave_ssd(entry: Entry) -> bool:

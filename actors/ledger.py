@@ -8,6 +8,8 @@ class Ledger:
 
     def __init__(self, states: Iterable[str], bytes_cap: int, images_cap: int) -> None:
         self.bytes_cap = bytes_cap
+        self.target_bytes = bytes_cap
+        """What may be used for now: the cap, or less under memory pressure (rule M2)."""
         self.images_cap = images_cap
         self.bytes_by_state = dict.fromkeys(states, 0)
         self.images_by_state = dict.fromkeys(self.bytes_by_state, 0)
@@ -34,12 +36,22 @@ class Ledger:
         self.remove(source, nbytes, images)
         self.add(target, nbytes, images)
 
+    @property
+    def limit_bytes(self) -> int:
+        """What reservations must stay within: the cap and the target."""
+        return min(self.bytes_cap, self.target_bytes)
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether the target is below the cap."""
+        return self.target_bytes < self.bytes_cap
+
     def fits(self, nbytes: int, images: int, leaving: str = "") -> bool:
-        """Whether so much more is within both caps, once what is in ``leaving`` has left."""
+        """Whether so much more is within both limits, once what is in ``leaving`` has left."""
         spare_bytes = self.bytes_by_state.get(leaving, 0)
         spare_images = self.images_by_state.get(leaving, 0)
         return (
-            self.bytes - spare_bytes + nbytes <= self.bytes_cap
+            self.bytes - spare_bytes + nbytes <= self.limit_bytes
             and self.images - spare_images + images <= self.images_cap
         )
 

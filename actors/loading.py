@@ -8,7 +8,7 @@ import xxhash
 
 from prefixcached.actors import tree
 from prefixcached.actors.desk import Shared
-from prefixcached.actors.entries import Checkpoint, Namespace, ObjectEntry, Segment
+from prefixcached.actors.entries import Checkpoint, Entry, Namespace, ObjectEntry, Segment
 from prefixcached.protocol.actor_messages import DeleteFile, FileEntry, Loaded
 from prefixcached.protocol.errors import SchemaError
 from prefixcached.protocol.image import ImageKind, layout
@@ -56,6 +56,8 @@ class LoadDesk:
                 self._leave_unattached(file)
         self._orphans, self._checkpoints, self._schemas = {}, [], {}
         self._cleared, self._all_cleared = set(), False
+        for namespace in list(self._index.namespaces.values()):
+            self._index.forget_if_empty(namespace)  # all its files may be unattached
         self._index.ssd.add("other", batch.foreign_bytes + batch.quarantine_bytes, 0)
         self._index.make_room_on_disk(0)  # the directory may have been over its cap (rule D5)
 
@@ -129,37 +131,46 @@ class LoadDesk:
             self._leave_unattached(file)
             return
         owner = next(s for s, end in path.steps if s.start < position <= end)
-        if position in owner.checkpoints or header.id in self._index.entries:
-            self.duplicates += 1
-            self._delete(file)
-            return
         try:
             nbytes = layout(namespace.schema, header.spec).nbytes
         except SchemaError:
             self._leave_unattached(file)
             return
         checkpoint = Checkpoint(header.id, namespace, header.spec, nbytes, header.attachments)
-        self._index.add_loaded(checkpoint, owner, file, self._age(file))
-        self.loaded += 1
+        if self._is_newest(checkpoint, owner.checkpoints.get(checkpoint.key), file):
+            self._index.add_loaded(checkpoint, owner, file, self._age(file))
+            self.loaded += 1
 
     def _place_object(self, file: FileEntry) -> None:
         header = file.header
         namespace = self._index.namespaces.get(header.namespace)
         if namespace is None:
             namespace = self._index.new_namespace(header.namespace, b"", Schema())
-        if header.key in namespace.objects or header.id in self._index.entries:
-            self.duplicates += 1  # a crash between a replacement's rename and the old one's unlink
-            self._delete(file)
-            return
         try:
             nbytes = layout(None, header.spec).nbytes
         except SchemaError:
             self._leave_unattached(file)
             return
         entry = ObjectEntry(header.id, namespace, header.spec, nbytes, header.key)
-        self._index.namespaces[namespace.name] = namespace
-        self._index.add_loaded(entry, None, file, self._age(file))
-        self.loaded += 1
+        if self._is_newest(entry, namespace.objects.get(header.key), file):
+            self._index.namespaces[namespace.name] = namespace
+            self._index.add_loaded(entry, None, file, self._age(file))
+            self.loaded += 1
+
+    def _is_newest(self, entry: Entry, twin: Entry | None, file: FileEntry) -> bool:
+        """Whether ``entry`` is to be added; what else has its key is an older version, and goes.
+
+        A crash between a replacement's rename and the unlink of what it replaced leaves both. Only
+        the newer one can have been used, and so touched, since.
+        """
+        if twin is None and entry.id not in self._index.entries:
+            return True
+        self.duplicates += 1
+        if twin is None or twin.file is None or twin.file.used_seconds >= file.used_seconds:
+            self._delete(file)
+            return False
+        self._index.remove(twin)
+        return True
 
     def _namespace(self, file: FileEntry) -> Namespace | None:
         """Return the file's namespace; None if its schema is lost or another one is in force."""

@@ -43,8 +43,13 @@ class ReplySlot:
         """Whether the call has been answered."""
         return self._value is not None
 
+    @property
+    def answer(self) -> tuple[Reply, Sequence[int]]:
+        """The reply and its descriptors, once `is_set`."""
+        assert self._value is not None, "the call has not been answered"
+        return self._value
+
     async def wait(self) -> tuple[Reply, Sequence[int]]:
         """Wait for the reply and its descriptors, at most `MAX_DESCRIPTORS` of them."""
         await self._event.wait()
-        assert self._value is not None
-        return self._value
+        return self.answer

@@ -50,6 +50,9 @@ class ObjectDesk:
         def verified(files: dict[int, OpenFile] | None, now: float) -> None:
             if files is None:
                 self._miss(answer, "restore-failed")
+            elif entry.namespace.cleared:  # work of an older epoch is discarded (rule D11)
+                files[0].close()
+                self._miss(answer, "empty")
             else:
                 entry.ssd_hits += 1
                 self.counters.object_restores += 1

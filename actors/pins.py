@@ -7,7 +7,7 @@ from prefixcached.actors.entries import Entry
 from prefixcached.actors.parts import parts_of
 from prefixcached.actors.promotions import PromotionDesk
 from prefixcached.actors.reads import OpenFile, ReadDesk
-from prefixcached.actors.resume import held
+from prefixcached.actors.resume import held, resident
 from prefixcached.actors.takes import TakeDesk
 from prefixcached.protocol.messages import Pinned, Prefetch
 from prefixcached.protocol.tokens import token_array
@@ -37,6 +37,8 @@ class PinDesk:
         self._reads = reads
         self._promotions = promotions
         self.pins: dict[int, Pin] = {}
+        self.is_suspended = False
+        """Set while memory is short: prefetches return an empty pin (rule M2)."""
         self.prefetches = 0
         self.empty = 0
 
@@ -45,12 +47,13 @@ class PinDesk:
         self.prefetches += 1
         tokens = token_array(request.tokens)
         lookup = self._takes.look_up(request.namespace, tokens, int(tokens.size) - 1)
-        if lookup.namespace is None or not lookup.any_length:
+        if lookup.namespace is None or not lookup.any_length or self.is_suspended:
             self.empty += 1
             answer.set(Pinned(pin=None, length=0))
             return
         # The whole path is pinned, also where RAM needs less: it must stay to be found.
-        lent = parts_of(lookup.namespace.schema, lookup.path, lookup.any_length, held)
+        available = resident if lookup.ram_length == lookup.any_length else held
+        lent = parts_of(lookup.namespace.schema, lookup.path, lookup.any_length, available)
         entries = list(dict.fromkeys(
             [s for s, _ in lookup.path.cut(lookup.any_length).steps] + [p.entry for p in lent]
         ))  # fmt: skip
@@ -74,6 +77,11 @@ class PinDesk:
         """End the pins of a connection."""
         for pin in [pin for pin in self.pins.values() if pin.session == session]:
             self._end(pin)
+
+    def give_up_pending(self) -> None:
+        """Answer the prefetches that still wait with an empty pin (rule M2)."""
+        for pin in [pin for pin in self.pins.values() if pin.answer is not None]:
+            self._give_up(pin)
 
     def _verified(
         self, pin: Pin, on_disk: dict[int, Entry], files: dict[int, OpenFile] | None

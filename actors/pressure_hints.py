@@ -45,7 +45,8 @@ def open_hint(root: Path = Path("/")) -> Hint | None:
     with suppress(OSError, ValueError, AttributeError):
         if sys.platform == "darwin":
             return _KernelEvents()
-        return _StallTrigger(root / "proc/pressure/memory")
+        else:
+            return _StallTrigger(root / "proc/pressure/memory")
     return None
 
 

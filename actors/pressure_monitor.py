@@ -151,7 +151,7 @@ class PressureMonitor:
 
     def statistics(self) -> PressureMonitorStatistics:
         """A frozen copy of what the monitor sees (rule C5)."""
-        sensors = (type(self._sensor).__name__,)
+        sensors: tuple[str, ...] = (type(self._sensor).__name__,)
         if isinstance(self._sensor, SensorSet):
             sensors = self._sensor.working
         return PressureMonitorStatistics(
@@ -179,6 +179,4 @@ def monitor_of_this_machine(
     seam = os.environ.get(PRESSURE_FILE)
     if seam:
         return PressureMonitor(ram_tier, sensor=FileSensor(Path(seam)), ram_cap=ram_cap)
-    return PressureMonitor(
-        ram_tier, sensor=platform_sensors(), hint=open_hint(), ram_cap=ram_cap
-    )
+    return PressureMonitor(ram_tier, sensor=platform_sensors(), hint=open_hint(), ram_cap=ram_cap)

@@ -22,6 +22,8 @@ class PromotionDesk:
         self._index = shared.index
         self._in_flight: dict[str, tuple[Entry, Memory]] = {}
         self._waiters: dict[str, list[Callable[[float], None]]] = {}
+        self.is_suspended = False
+        """Set while memory is short: what is optional goes first (rule M2)."""
         self.promoted = 0
         self.declined = 0
         self.failed = 0
@@ -54,6 +56,8 @@ class PromotionDesk:
         return True
 
     def _start(self, entry: Entry) -> bool:
+        if self.is_suspended:
+            return False
         if self._index.make_room(entry.charged_bytes, 1, below=entry.priority) is not Room.FITS:
             return False
         try:
@@ -70,7 +74,8 @@ class PromotionDesk:
     def finished(self, outcome: Promoted, now: float) -> None:
         """The bytes are in memory, or could not be brought there."""
         entry, memory = self._in_flight.pop(outcome.id)
-        if outcome.error or not entry.attached or entry.memory is not None:
+        unwanted = self.is_suspended or not entry.attached or entry.memory is not None
+        if outcome.error or unwanted:
             self.failed += 1
             self._index.give_back(memory, "promoting", entry.charged_bytes)
         else:

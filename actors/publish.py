@@ -16,8 +16,10 @@ from prefixcached.actors.entries import (
     Segment,
 )
 from prefixcached.actors.index import Index
+from prefixcached.actors.resume import held, window_rows
 from prefixcached.actors.tree import Path
 from prefixcached.protocol.image import ImageKind, ImageSpec
+from prefixcached.protocol.ranges import covers, merge
 from prefixcached.protocol.tokens import TokenArray
 
 
@@ -51,8 +53,37 @@ class Published(NamedTuple):
     new_bytes: int
 
 
+def is_complete(put: Publishable) -> bool:
+    """Whether the put's end would be resumable now: what it builds on may have gone meanwhile.
+
+    Its base can be lost with a file, and window rows that others held at the offer with an image
+    that was replaced or with a segment of its own that turned out to be surplus.
+    """
+    if put.key is not None:
+        return True
+    path = tree.walk(put.namespace.root, put.tokens)
+    new = [image.spec for image in put.images if _is_new(image.spec, path.matched)]
+    start = min((s.start for s in new if s.kind is ImageKind.SEGMENT), default=put.tokens.size)
+    if start > path.matched:
+        return False
+    for group, window in enumerate(put.namespace.schema.windows):
+        rows = list(window_rows(path, group, held))
+        for spec in new:
+            rows.extend(spec.windows[group].ranges if spec.windows else ())
+        if not covers(merge(rows), window.needed(int(put.tokens.size))):
+            return False
+    return True
+
+
+def _is_new(spec: ImageSpec, matched: int) -> bool:
+    return spec.kind is not ImageKind.SEGMENT or spec.end > matched
+
+
 def publish(index: Index, new_id: Callable[[], str], put: Publishable) -> Published:
-    """Make the put's images findable, but for those whose tokens somebody stored meanwhile."""
+    """Make the put's images findable, but for those whose tokens somebody stored meanwhile.
+
+    The put must be complete (`is_complete`).
+    """
     if put.key is not None:
         return _publish_object(index, new_id, put, put.key)
     path = tree.walk(put.namespace.root, put.tokens)
@@ -99,11 +130,11 @@ def _publish_object(
     """Make an object findable; one that is there under the same key is replaced (rule P3)."""
     (image,) = put.images
     existing = put.namespace.objects.get(key)
-    if existing is not None:
-        index.remove(existing)
     entry = ObjectEntry(new_id(), put.namespace, image.spec, image.nbytes, key)
-    index.namespaces[put.namespace.name] = put.namespace  # the removal may have emptied it
-    index.add_object(entry)
+    if existing is not None:
+        index.replace(existing, entry)
+    else:
+        index.add_object(entry)
     index.set_memory(entry, image.memory, "in_flight")
     return Published([entry], [], [entry], entry.nbytes)
 
@@ -127,14 +158,21 @@ def _publish_checkpoint(
     path = tree.walk(put.namespace.root, put.tokens)
     owner = next((s for s, end in path.steps if s.start < position <= end), None)
     assert owner is not None, "the put's own segments cover its end"
-    existing = owner.checkpoints.get(position)
-    if existing is not None:
-        gains_rows = bool(image.spec.windows) and not existing.spec.windows
-        gains_state = bool(image.spec.tensors or image.spec.metadata) and not existing.has_state
-        if not (put.attachments or gains_rows or gains_state):
-            return None
-        index.remove(existing)
     checkpoint = Checkpoint(new_id(), put.namespace, image.spec, image.nbytes, put.attachments)
-    index.add_checkpoint(checkpoint, owner)
+    existing = owner.checkpoints.get(checkpoint.key)
+    if existing is None:
+        index.add_checkpoint(checkpoint, owner)
+    elif put.attachments if checkpoint.has_state else _has_rows_of(checkpoint, existing):
+        index.replace(existing, checkpoint)
+    else:
+        return None
     index.set_memory(checkpoint, image.memory, "in_flight")
     return checkpoint
+
+
+def _has_rows_of(new: Checkpoint, old: Checkpoint) -> bool:
+    """Whether ``new``, rows alone, has all the rows of ``old`` and more."""
+    pairs = list(zip(new.spec.windows, old.spec.windows, strict=True))
+    return new.spec.windows != old.spec.windows and all(
+        covers(merge(mine.ranges), theirs.ranges) for mine, theirs in pairs
+    )

@@ -5,7 +5,7 @@ Rules P2 (only what nobody holds), P11 (absorbing small tails), T6, T13.
 
 from typing import NamedTuple
 
-from prefixcached.actors.entries import Checkpoint, Segment
+from prefixcached.actors.entries import Checkpoint, Entry, Segment
 from prefixcached.actors.resume import held, window_rows
 from prefixcached.actors.tree import Path
 from prefixcached.protocol import limits
@@ -67,7 +67,15 @@ def plan_put(
         pieces = segment_lengths(schema, absorbable.start, length, segment_max_bytes)
         if pieces and pieces[0][1] > absorbable.end:
             base, absorbed = absorbable.start, absorbable
-    rows = _rows_to_store(schema, path.cut(base), base, length, offer)
+    # A snapshot is stored if there is none, and one with attachments in any case (rule P3).
+    held_snapshot = _checkpoint_at(path, length, has_state=True)
+    is_new = held_snapshot is None or offer.attachments
+    snapshot = offer.checkpoint if is_new else None
+    replaced = held_snapshot if snapshot is not None else None
+    rows = _rows_to_store(schema, path.cut(base), base, length, offer, replaced)
+    if rows is not None and base == length and _count(rows) and snapshot is None:
+        replaced = _checkpoint_at(path, length, has_state=False)
+        rows = _rows_to_store(schema, path, base, length, offer, replaced)
     if rows is None:
         return None
     ranges = segment_lengths(schema, base, length, segment_max_bytes)
@@ -75,9 +83,15 @@ def plan_put(
     if images and rows:
         last = images[-1]
         images[-1] = ImageSpec(ImageKind.SEGMENT, last.start, last.end, windows=rows)
-    checkpoint = _checkpoint_to_store(path, length, offer, rows if base == length else ())
-    if checkpoint is not None:
-        images.append(checkpoint)
+    rows_apart = rows if base == length and _count(rows) else ()
+    if snapshot is not None or rows_apart:
+        images.append(
+            ImageSpec(
+                ImageKind.CHECKPOINT, length, length, windows=rows_apart,
+                tensors=snapshot.tensors if snapshot is not None else (),
+                metadata=snapshot.metadata if snapshot is not None else b"",
+            )
+        )  # fmt: skip
     return PutPlan(base, absorbed, tuple(images))
 
 
@@ -105,12 +119,20 @@ def may_absorb(
 
 
 def _rows_to_store(
-    schema: Schema, path: Path, base: int, length: int, offer: Offer
+    schema: Schema, path: Path, base: int, length: int, offer: Offer, replaced: Entry | None
 ) -> tuple[WindowRows, ...] | None:
-    """Return the rows of each window group to store; () where the schema has none."""
+    """Return the rows of each window group to store; () where the schema has none.
+
+    None if neither the offer nor ``path`` has what the end needs. What the image ``replaced``
+    holds does not count: it leaves when the put is published.
+    """
+
+    def stays(entry: Entry) -> bool:
+        return entry is not replaced and held(entry)
+
     found: list[WindowRows] = []
     for group, (window, offered) in enumerate(zip(schema.windows, offer.windows, strict=True)):
-        present = clip(window_rows(path, group, held), 0, base)
+        present = clip(window_rows(path, group, stays), 0, base)
         needed = window.needed(length)
         if not covers(merge((*present, *offered.ranges)), needed):
             return None
@@ -128,33 +150,12 @@ def _useful(window: Window, base: int, length: int) -> tuple[Range, ...]:
     return ((start, length),) if start < length else ()
 
 
-def _checkpoint_to_store(
-    path: Path, length: int, offer: Offer, rows: tuple[WindowRows, ...]
-) -> ImageSpec | None:
-    """Return the checkpoint image of the put: its snapshot, and rows that no segment carries."""
-    existing = _checkpoint_at(path, length)
-    carries_rows = any(group.ranges for group in rows)
-    offered = offer.checkpoint
-    if offered is None:
-        # An existing snapshot must not be replaced by rows alone.
-        if not carries_rows or (existing is not None and existing.has_state):
-            return None
-        return ImageSpec(ImageKind.CHECKPOINT, length, length, windows=rows)
-    is_held = existing is not None and existing.has_state
-    if is_held and not carries_rows and not offer.attachments:
-        return None
-    return ImageSpec(
-        ImageKind.CHECKPOINT,
-        length,
-        length,
-        windows=rows if carries_rows else (),
-        tensors=offered.tensors,
-        metadata=offered.metadata,
-    )
+def _count(rows: tuple[WindowRows, ...]) -> int:
+    return sum(group.count for group in rows)
 
 
-def _checkpoint_at(path: Path, position: int) -> Checkpoint | None:
+def _checkpoint_at(path: Path, position: int, *, has_state: bool) -> Checkpoint | None:
     for segment, end in path.steps:
         if segment.start < position <= end:
-            return segment.checkpoints.get(position)
+            return segment.checkpoints.get((position, has_state))
     return None

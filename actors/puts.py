@@ -11,7 +11,7 @@ from prefixcached.actors import tree
 from prefixcached.actors.desk import Answer, Shared
 from prefixcached.actors.entries import Entry, Memory, Namespace, Segment
 from prefixcached.actors.index import Room
-from prefixcached.actors.publish import PutImage, publish
+from prefixcached.actors.publish import PutImage, is_complete, publish
 from prefixcached.actors.put_policy import PutPlan, check_offer, may_absorb, plan_put
 from prefixcached.actors.resume import checkpoints_on
 from prefixcached.actors.tree import Path
@@ -164,13 +164,16 @@ class PutDesk:
         elif error:
             reply = self._declined("invalid")
             leftover = put.images
+        elif not is_complete(put):  # the next try finds what is held by then
+            reply = self._declined("busy")
+            leftover = put.images
         else:
             outcome = publish(self._index, self._shared.new_id, put)
             leftover = outcome.surplus
             self.counters.surplus_images += len(leftover)
             self.counters.stored += 1
             self.counters.stored_bytes += outcome.new_bytes
-            self._index.use(outcome.used, now)
+            self._index.use(outcome.used, now, is_hit=False)
             self._finish(put.namespace.name, put.tokens, put.label, True, outcome.published)
             reply = Stored(new_bytes=outcome.new_bytes, length=int(put.tokens.size))
         if isinstance(reply, Declined):
@@ -287,7 +290,7 @@ class PutDesk:
             return self._declined("invalid")
         if not plan.images:
             self.counters.already_held += 1
-            self._index.use(_whole_path(path), now)
+            self._index.use(_whole_path(path), now, is_hit=False)
             return Stored(new_bytes=0, length=length)
         return self._grant(waiting, namespace, path, plan, now)
 
@@ -301,6 +304,8 @@ class PutDesk:
         total, ram = sum(charged), self._index.ram
         if total > ram.bytes_cap or len(sizes) > min(ram.images_cap, limits.MAX_IMAGES_PER_PUT):
             return self._declined("too-large")
+        if total > ram.limit_bytes:
+            return self._declined("pressure")
         if sum(p.session == waiting.session for p in self.puts.values()) >= MAX_PUTS_PER_SESSION:
             return self._declined("busy")
         held = _whole_path(path)
@@ -310,6 +315,8 @@ class PutDesk:
             self._index.release(held)
             if room is Room.SOON and now < waiting.room_deadline:
                 return "room"
+            if ram.is_reduced:  # with the whole cap it might have fitted (rule M2)
+                return self._declined("pressure")
             return self._declined("busy" if room is Room.SOON else "no-space")
         memories = self._create(sizes)
         if memories is None:

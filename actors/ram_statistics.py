@@ -35,6 +35,8 @@ class RamStatistics(msgspec.Struct, frozen=True):
     puts: dict[str, Any]
     evictions: dict[str, int]
     disk: dict[str, Any]
+    pressure: dict[str, Any]
+    resident_bytes_by_namespace: dict[str, int]
 
 
 def collect(ram_tier: "RamTier") -> RamStatistics:
@@ -62,7 +64,11 @@ def collect(ram_tier: "RamTier") -> RamStatistics:
         writes_queued=writes.queued,
         takes=asdict(ram_tier.takes.counters),
         puts=asdict(ram_tier.puts.counters),
-        evictions=dict(index.counters),
+        evictions={**index.counters, "over_quota": index.quotas.evictions},
+        pressure=ram_tier.pressure.statistics(),
+        resident_bytes_by_namespace={
+            namespace.name: nbytes for namespace, nbytes in index.quotas.resident_bytes.items()
+        },
         disk={
             "healthy": writes.disk_healthy,
             "reason": writes.disk_reason,

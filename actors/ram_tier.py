@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, Final, assert_never, cast
 
+import msgspec
 import structlog
 import trio
 
@@ -24,16 +25,18 @@ from prefixcached.actors.loading import LoadDesk
 from prefixcached.actors.mailbox import MAILBOX_MESSAGES, Inbox, Outbox
 from prefixcached.actors.objects import ObjectDesk
 from prefixcached.actors.pins import PinDesk
+from prefixcached.actors.pressure_policy import Level
+from prefixcached.actors.pressure_response import PressureDesk
 from prefixcached.actors.promotions import PromotionDesk
 from prefixcached.actors.puts import FinishedPut, PutDesk
 from prefixcached.actors.ram_statistics import RamStatistics, collect
 from prefixcached.actors.reads import OpenFile, ReadDesk
-from prefixcached.actors.retention_policy import LeastRecentlyUsed
+from prefixcached.actors.retention_policy import policy_named
 from prefixcached.actors.takes import TakeDesk
 from prefixcached.actors.write_behind import WriteDesk
 from prefixcached.protocol import actor_messages as inner
 from prefixcached.protocol import messages as wire
-from prefixcached.protocol.actor_messages import ActorMessage, Envelope
+from prefixcached.protocol.actor_messages import ActorMessage, Envelope, FileEntry
 
 log = structlog.get_logger()
 
@@ -60,8 +63,9 @@ class RamTier:
         self._nursery: trio.Nursery | None = None
         self._threads = trio.CapacityLimiter(4)
         self.index = Index(
-            self, LeastRecentlyUsed(),
+            self, policy_named(config.retention),
             ram_bytes=config.ram_bytes, max_images=config.max_images, ssd_bytes=config.ssd_bytes,
+            namespace_quota=config.namespace_quota,
         )  # fmt: skip
         shared = Shared(
             config, self.index, self, self.boot, create_memory,
@@ -77,8 +81,10 @@ class RamTier:
         self.objects = ObjectDesk(shared, self.takes, self.reads, self.promotions)
         self.writes = WriteDesk(shared)
         self.loads = LoadDesk(shared)
+        self.pressure = PressureDesk(shared, self.writes, self.promotions, self.pins)
         self._loading = config.ssd_bytes > 0
         self._epoch = 0
+        self._clears: dict[int, tuple[Answer, wire.Cleared]] = {}
         self._next_sweep = 0.0
         self._drained: trio.Event | None = None
         self.statistics_sources: dict[str, Callable[[], Any]] = {"ram_tier": self.statistics}
@@ -137,10 +143,18 @@ class RamTier:
             case inner.DiskChanged(healthy=healthy, reason=reason, other_bytes=other):
                 self.index.set_other_bytes(other)
                 self.writes.disk_changed(healthy=healthy, reason=reason, now=now)
-            case inner.TrashEmptied(allocated_bytes=nbytes):
-                self.index.trash_emptied(nbytes)
-            case inner.NamespaceCleared() | inner.PressureChanged() | inner.SyncAll():
-                pass  # nothing to decide; SyncAll only wakes the loop up
+            case inner.TrashEmptied(allocated_bytes=nbytes, done=done):
+                self.index.trash_emptied(nbytes, done=done)
+            case inner.NamespaceCleared(epoch=epoch, error=error):
+                if not error:  # else SsdTier tries again, and tells when it is done
+                    self.index.namespace_cleared()
+                self._answer_clear(epoch, is_durable=not error)
+            case inner.PressureChanged(level=level, reason=reason):
+                self.pressure.changed(Level(level), reason, now)
+            case inner.RamCapChanged(ram_bytes=ram_bytes):
+                self.set_ram_cap(ram_bytes, now)
+            case inner.SyncAll():
+                pass  # it only wakes the loop up
             case _:
                 raise TypeError(f"RamTier does not understand {message!r}")
 
@@ -175,7 +189,7 @@ class RamTier:
             case wire.Flush():
                 self.writes.flush(session, request, answer, now)
             case wire.Clear(namespace=namespace):
-                answer.set(self._clear(namespace))
+                self._clear(namespace, answer)
             case wire.Status():
                 report = {name: source() for name, source in self.statistics_sources.items()}
                 answer.set(wire.StatusReport(report=report))
@@ -186,11 +200,14 @@ class RamTier:
 
     def _after(self, now: float) -> None:
         """What may have become possible by what was just handled, or by time passing."""
-        finished, self.puts.finished = self.puts.finished, []
-        for put in finished:
-            self._put_finished(put, now)
+        # What was published is queued before anybody gets room: what is not queued may be evicted.
+        finished = self._puts_finished(now)
+        lost, self.index.lost = self.index.lost, []
+        self.writes.enqueue([entry for entry in lost if entry.attached], now)
+        self.pressure.respond(now)
         self.writes.pump(now)
         self.puts.retry(now)
+        finished |= self._puts_finished(now)
         if finished or self.claims.changed or self._is_due(self.takes.next_deadline, now):
             self.takes.retry(now)
         if now >= self._next_sweep:
@@ -203,13 +220,19 @@ class RamTier:
     def _next_deadline(self) -> float:
         deadlines = (
             self.puts.next_deadline, self.takes.next_deadline, self.writes.next_deadline,
-            self._next_sweep,
+            self.pressure.next_deadline, self._next_sweep,
         )  # fmt: skip
         return min(d for d in deadlines if d is not None)
 
     @staticmethod
     def _is_due(deadline: float | None, now: float) -> bool:
         return deadline is not None and deadline <= now
+
+    def _puts_finished(self, now: float) -> bool:
+        finished, self.puts.finished = self.puts.finished, []
+        for put in finished:
+            self._put_finished(put, now)
+        return bool(finished)
 
     def _put_finished(self, put: FinishedPut, now: float) -> None:
         """A put was published or an offer declined: whoever waited for it, and the writer, hear."""
@@ -236,11 +259,14 @@ class RamTier:
             return
         answer.set(wire.Descriptors(first=first, count=len(found)), found)
 
-    def _clear(self, name: str | None) -> wire.Cleared:
+    def _clear(self, name: str | None, answer: Answer) -> None:
+        """Forget a namespace at once; the answer follows the rename that makes it last (D11)."""
         chosen = [n for n in self.index.namespaces.values() if name is None or n.name == name]
         images = ram_bytes = 0
         self.claims.clear(name)
         self.labels.clear(name)
+        if self.config.ssd_bytes:
+            self.index.expect_trash(name)
         for namespace in chosen:
             gone = self.index.clear(namespace)
             images, ram_bytes = images + gone[0], ram_bytes + gone[1]
@@ -248,10 +274,15 @@ class RamTier:
         if self.config.ssd_bytes:
             if self._loading:
                 self.loads.clear(name)
-            if name is None:
-                self.index.forget_unattached()
             self.ssd(inner.ClearNamespace(name, self._epoch))
-        return wire.Cleared(images=images, ram_bytes=ram_bytes)
+        self._clears[self._epoch] = answer, wire.Cleared(images=images, ram_bytes=ram_bytes)
+        if not self.config.ssd_bytes:
+            self._answer_clear(self._epoch, is_durable=True)
+
+    def _answer_clear(self, epoch: int, *, is_durable: bool) -> None:
+        answer, reply = self._clears.pop(epoch, (None, None))
+        if answer is not None and reply is not None:
+            answer.set(msgspec.structs.replace(reply, durable=is_durable))
 
     def _set_loading(self, loading: bool) -> None:
         self._loading = loading
@@ -261,6 +292,10 @@ class RamTier:
     def connect(self, *, ssd: Outbox, prefetcher: Outbox) -> None:
         """Say where orders go, before `run`; both channels must be unbounded (DESIGN 4)."""
         self._ssd, self._prefetcher = ssd, prefetcher
+
+    def set_ram_cap(self, ram_bytes: int, now: float) -> None:
+        """Let the RAM cap be ``ram_bytes`` from now on; what no longer fits goes (rule M5)."""
+        self.pressure.cap_changed(ram_bytes, now)
 
     def statistics(self) -> RamStatistics:
         """A frozen copy of all counters (rule C5)."""
@@ -281,6 +316,10 @@ class RamTier:
     def delete_file(self, message: inner.DeleteFile) -> None:
         """Have a file deleted."""
         self.ssd(message)
+
+    def touch_file(self, file: FileEntry) -> None:
+        """Have a file's recency recorded."""
+        self.prefetcher(inner.TouchFile(file))
 
     def seal(self, put: int, memories: Sequence[Memory]) -> None:
         """Seal a put's images in a thread."""

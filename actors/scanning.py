@@ -8,8 +8,9 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Final, TypeVar
 
 import msgspec
 import structlog
@@ -48,6 +49,7 @@ _FOREIGN_KINDS: Final = (errno.ELOOP, errno.ENXIO, errno.EISDIR)
 """What opening a link, a socket or the like says."""
 
 _log = structlog.get_logger(__name__)
+_Result = TypeVar("_Result")
 
 
 class ScanBatch(msgspec.Struct, frozen=True):
@@ -146,15 +148,7 @@ class Scan:
             self._foreign(name, within, f"{SEGMENTS}/{directory}")
             return
         try:
-            try:
-                entry = self._read_entry(directory, name, within, schemas)
-            except FileNotFoundError:
-                return
-            except OSError as error:
-                if error.errno in _FOREIGN_KINDS:
-                    raise ForeignFile(str(error)) from error
-                # Once more: most of what fails here, fails for a moment.
-                entry = self._read_entry(directory, name, within, schemas)
+            entry = _twice(lambda: self._read_entry(directory, name, within, schemas))
         except ForeignFile:
             self._foreign(name, within, f"{SEGMENTS}/{directory}")
         except DamagedFile as error:
@@ -162,7 +156,10 @@ class Scan:
         except FileNotFoundError:
             return
         except OSError as error:
-            self._unreadable(name, within, f"{SEGMENTS}/{directory}", error)
+            if error.errno in _FOREIGN_KINDS:
+                self._foreign(name, within, f"{SEGMENTS}/{directory}")
+            else:
+                self._unreadable(name, within, f"{SEGMENTS}/{directory}", error)
         else:
             self.entry_bytes += entry.allocated_bytes
             self._pending.append(entry)
@@ -218,7 +215,7 @@ class Scan:
             if digest is None:
                 continue
             try:
-                encoded, schema = self._reader.read_schema(digest, within)
+                encoded, schema = _twice(partial(self._reader.read_schema, digest, within))
                 size = allocated_bytes(self._system.status_of(name, within))
             except DamagedFile as error:
                 self._damaged(directory, name, within, str(error))
@@ -276,3 +273,13 @@ class Scan:
         batch = ScanBatch(tuple(self._pending), self._pending_schemas)
         self._pending, self._pending_schemas, self._pending_token_bytes = [], {}, 0
         return batch
+
+
+def _twice(read: Callable[[], _Result]) -> _Result:
+    """Call ``read``, once more where it fails: most of what fails here, fails for a moment."""
+    try:
+        return read()
+    except FileNotFoundError:
+        raise
+    except OSError:
+        return read()

@@ -55,7 +55,8 @@ _Result = TypeVar("_Result")
 class SsdTier:
     """The actor. Start it with ``await nursery.start(ssd_tier.run)`` after `Store.prepare`.
 
-    When all senders of its mailbox are closed it finishes what is queued, without delays, and
+    `SyncAll` voids the delays of what is queued, and has the drive drained with the writes that are
+    queued then, or with the next one. When all senders of its mailbox are closed it finishes what is queued, without delays, and
     returns; a cancel scope around it bounds that.
 
     Args:
@@ -178,10 +179,14 @@ class SsdTier:
         while True:
             self._wake = trio.Event()
             now = trio.current_time()
-            if self._failure and now >= self._retry_at and not self._is_draining:
+            if self._others_differ:
+                await self._report_disk()
+            elif self._failure and now >= self._retry_at and not self._is_draining:
                 await self._probe()
             elif self._scan_wanted and not self._failure and not self._is_draining:
                 await self._scan()
+            elif self._is_loading and self._failure:
+                await self._report_loaded(damaged=0)  # RAM goes on alone; the scan comes later
             elif self._failed_clears and not self._failure:
                 await self._clear(self._failed_clears.pop(0))
             elif self._failed_deletes and now >= self._delete_at and not self._is_draining:
@@ -200,10 +205,8 @@ class SsdTier:
             elif self._is_draining and not len(self._queue):
                 return
             else:
-                self._drain_device = False
                 with trio.move_on_at(self._next_deadline()):
                     await self._wake.wait()
-            await self._report_others()
 
     def _next_deadline(self) -> float:
         deadlines = [self._queue.next_deadline, self._trash_at]
@@ -237,6 +240,8 @@ class SsdTier:
             await self._report(Written(id_, error=BUDGET_SPENT))
             return
         self._meter.record(nbytes, self._wall_clock())
+        drain = self._drain_device
+        self._drain_device = drain and self._queue.writes > 0
         await self._save_meter()
         started = trio.current_time()
         try:
@@ -246,7 +251,7 @@ class SsdTier:
                 message.tokens,
                 message.schema,
                 image,
-                drain=self._drain_device,
+                drain=drain,
             )
         except (SchemaError, ValueError) as error:
             self._counters["writes_failed"] += 1
@@ -344,6 +349,13 @@ class SsdTier:
         self._counters["damaged_files"] += scan.damaged
         self._counters["unreadable_files"] += scan.unreadable
         self._counters["temporary_files_reaped"] += scan.temporary
+        is_late = not self._is_loading
+        await self._report_loaded(damaged=scan.damaged)
+        if is_late:
+            await self._report_disk()
+
+    async def _report_loaded(self, *, damaged: int) -> None:
+        """Say that the index is complete, as far as it can be read now."""
         self._is_loading = False
         waste = self._store.waste
         self._reported_other_bytes = waste.other_bytes
@@ -353,7 +365,7 @@ class SsdTier:
                 done=True,
                 foreign_bytes=waste.other_bytes - waste.quarantine_bytes,
                 quarantine_bytes=waste.quarantine_bytes,
-                damaged=scan.damaged,
+                damaged=damaged,
             )
         )
 
@@ -399,9 +411,9 @@ class SsdTier:
 
     # -- reporting ---------------------------------------------------------------------------------
 
-    async def _report_others(self) -> None:
-        if self._store.other_bytes != self._reported_other_bytes and not self._is_loading:
-            await self._report_disk()
+    @property
+    def _others_differ(self) -> bool:
+        return not self._is_loading and self._store.other_bytes != self._reported_other_bytes
 
     async def _report_disk(self) -> None:
         self._reported_other_bytes = self._store.other_bytes

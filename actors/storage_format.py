@@ -169,12 +169,13 @@ class ImageSizes:
 def file_bytes_bound(header: FileHeader, schema: Schema | None) -> int:
     """Return the most bytes that the file of ``header`` will occupy, in whole pages.
 
-    For reservations before the write. Raises SchemaError as `layout`.
+    For reservations before the write. One page is for the file system's own records of where a
+    fragmented file lies, which POSIX counts as the file's. Raises SchemaError as `layout`.
     """
     image = layout(schema, header.spec)
     count = tokens_count(header)
     total = len(encode_header(header, image, count)) + image.nbytes + 4 * count
-    return -(-total // DATA_ALIGNMENT) * DATA_ALIGNMENT
+    return (-(-total // DATA_ALIGNMENT) + 1) * DATA_ALIGNMENT
 
 
 # -- encoding ------------------------------------------------------------------------------------

@@ -138,7 +138,8 @@ class Store:
         Raises:
             SchemaError: The description contradicts the schema.
             ValueError: Memory or tokens do not have the size that the description says.
-            OSError: The disk; nothing is left under the final name.
+            OSError: The disk. Under the final name stands nothing, or the whole file where only the
+                last step failed.
         """
         model = decode_schema(schema) if schema else None
         header = msgspec.structs.replace(
@@ -204,8 +205,10 @@ class Store:
                 self._reached(CrashPoint.AFTER_RENAME)
                 self.filesystem.barrier_directory(within, drain=drain)
             except Exception:
-                # Nobody will know of it: it must not stand there under its final name.
-                self._remove_leftover(directory, name, within)
+                # It is whole, and RamTier may send it again; until then its bytes count here.
+                self._waste.add(
+                    f"{SEGMENTS}/{directory}/{name}", allocated_bytes(status), foreign=True
+                )
                 raise
         self._reached(CrashPoint.AFTER_DIRECTORY_BARRIER)
         self._waste.remove(f"{SEGMENTS}/{directory}/{name}")

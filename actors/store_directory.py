@@ -65,6 +65,9 @@ class Directory:
         system.make_parents(self.path)
         created = []
         is_new = system.make_directory(self.path)
+        if is_new:
+            with self._opened_within(os.path.dirname(self.path), None) as above:
+                system.barrier_directory(above)
         with self.opened() as root:
             self._check_volume(root, is_new=is_new)
             self._check_owner(root, self.path)
@@ -76,6 +79,8 @@ class Directory:
                     self._check_owner(part, os.path.join(self.path, name))
                     system.restrict(part)
                     self._mark_not_indexed(part)
+            if created:
+                system.barrier_directory(root)
         return tuple(created)
 
     def close(self) -> None:
@@ -109,7 +114,7 @@ class Directory:
                 yield descriptor
 
     @contextlib.contextmanager
-    def _opened_within(self, name: str, within: int) -> Iterator[int]:
+    def _opened_within(self, name: str, within: int | None) -> Iterator[int]:
         descriptor = self.filesystem.open_directory(name, within)
         try:
             yield descriptor

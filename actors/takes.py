@@ -113,7 +113,7 @@ class TakeDesk:
         namespace = self._index.namespaces.get(namespace_name)
         if namespace is None:
             cause = self._index.evicted_memory.cause(namespace_name, tokens, 0)
-            reason = "evicted" if cause else "loading" if self.is_loading else "empty"
+            reason = _gone(cause) if cause else "loading" if self.is_loading else "empty"
             return Lookup(None, Path((), 0), 0, 0, reason)
         path = tree.walk(namespace.root, tokens)
         schema = namespace.schema
@@ -124,8 +124,8 @@ class TakeDesk:
         reason = best.reason
         if self.is_loading:
             reason = "loading"
-        elif self._index.evicted_memory.cause(namespace_name, tokens, path.matched):
-            reason = "evicted"
+        elif cause := self._index.evicted_memory.cause(namespace_name, tokens, path.matched):
+            reason = _gone(cause)
         return Lookup(namespace, path, ram.position, best.position, reason)
 
     def take(self, session: int, take: Take, answer: Answer, now: float) -> None:
@@ -256,11 +256,13 @@ class TakeDesk:
             return
 
         def verified(files: dict[int, OpenFile] | None, now: float) -> None:
-            if files is None:
+            namespace = lookup.namespace
+            lease.files = files or {}
+            if files is None or namespace is None or namespace.cleared:
                 self._end(lease)
-                self._fall_back(session, take, tokens, answer, now)
+                reason = "restore-failed" if files is None else ""
+                self._fall_back(session, take, tokens, answer, now, reason)
                 return
-            lease.files = files
             for entry in on_disk.values():
                 entry.ssd_hits += 1
             self.counters.ssd_hits += 1
@@ -270,16 +272,17 @@ class TakeDesk:
         self._reads.read(session, on_disk, verified)
 
     def _fall_back(
-        self, session: int, take: Take, tokens: TokenArray, answer: Answer, now: float
-    ) -> None:
-        """The disk failed: the best RAM prefix serves (rule T8)."""
-        self.counters.restores_failed += 1
+        self, session: int, take: Take, tokens: TokenArray, answer: Answer, now: float,
+        reason: str,
+    ) -> None:  # fmt: skip
+        """The disk failed, or all was cleared: the best RAM prefix serves (rules T8, D11)."""
+        self.counters.restores_failed += bool(reason)
         lookup = self.look_up(take.namespace, tokens, int(tokens.size) - 1)
         if lookup.ram_length:
             lease = self._lease(session, lookup, lookup.ram_length, resident)
             self._hit(session, take, tokens, answer, lookup, lease, lookup.ram_length, "ram", now)
         else:
-            self._miss(session, take, tokens, answer, lookup, "restore-failed")
+            self._miss(session, take, tokens, answer, lookup, reason or lookup.reason)
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -350,3 +353,8 @@ class TakeDesk:
         for file in lease.files.values():
             file.close()
         self._index.release(lent.entry for lent in lease.lent)
+
+
+def _gone(cause: str) -> str:
+    """The miss reason for what is remembered as evicted (rule T9)."""
+    return "pressure" if cause == "pressure" else "evicted"

@@ -86,14 +86,14 @@ def attach_checkpoint(checkpoint: Checkpoint, segment: Segment) -> None:
     position = checkpoint.position
     if not segment.start < position <= segment.end:
         raise ValueError(f"position {position} is not of {segment}")
-    if position in segment.checkpoints:
-        raise ValueError(f"{segment} already has a checkpoint at {position}")
-    segment.checkpoints[position] = checkpoint
+    if checkpoint.key in segment.checkpoints:
+        raise ValueError(f"{segment} already has such a checkpoint at {position}")
+    segment.checkpoints[checkpoint.key] = checkpoint
     checkpoint.segment = segment
 
 
 def detach_checkpoint(checkpoint: Checkpoint) -> None:
     """Take ``checkpoint`` off its segment."""
     if checkpoint.segment is not None:
-        del checkpoint.segment.checkpoints[checkpoint.position]
+        del checkpoint.segment.checkpoints[checkpoint.key]
         checkpoint.segment = None

@@ -2,6 +2,7 @@
 
 import heapq
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Final
 
 from prefixcached.actors.entries import Entry
@@ -13,24 +14,35 @@ SLACK: Final = 1024
 
 
 class Victims:
-    """Entries that may be evicted.
+    """Entries that may be evicted; those of equal rank in the order in which they came.
 
-    An item is stale when its entry is no longer eligible or its rank changed since; stale
-    items are skipped, and swept out when they are many.
+    Each entry has at most one live item in the heap, named by its number. Others are stale: their
+    entry is no longer eligible or its rank changed since. Stale items are skipped, and swept out
+    when they are many.
     """
 
     def __init__(self, eligible: Callable[[Entry], bool]) -> None:
         self._eligible = eligible
-        self._heap: list[tuple[Rank, str, Entry]] = []
-        self._live: dict[str, Rank] = {}
+        self._numbers = count()
+        self._heap: list[tuple[Rank, int, Entry]] = []
+        self._live: dict[str, tuple[Rank, int]] = {}
+
+    def __len__(self) -> int:
+        """Items in the heap, stale ones included."""
+        return len(self._heap)
 
     def offer(self, entry: Entry) -> None:
-        """Add ``entry`` if it is eligible at its present rank."""
-        if self._eligible(entry) and self._live.get(entry.id) != entry.rank:
-            self._live[entry.id] = entry.rank
-            heapq.heappush(self._heap, (entry.rank, entry.id, entry))
-            if len(self._heap) > 2 * len(self._live) + SLACK:
-                self._sweep()
+        """Take note of ``entry``, whose eligibility or rank may have changed."""
+        live = self._live.get(entry.id)
+        if not self._eligible(entry):
+            if live is not None:
+                del self._live[entry.id]
+        elif live is None or live[0] != entry.rank:
+            number = next(self._numbers)
+            self._live[entry.id] = entry.rank, number
+            heapq.heappush(self._heap, (entry.rank, number, entry))
+        if len(self._heap) > 2 * len(self._live) + SLACK:
+            self._sweep()
 
     def in_order(self) -> Iterator[Entry]:
         """Yield eligible entries, least rank first.
@@ -38,32 +50,30 @@ class Victims:
         The caller may evict or skip each one before asking for the next; skipped entries stay
         queued. Entries that become eligible meanwhile are yielded if their rank still comes.
         """
-        skipped: dict[str, tuple[Rank, str, Entry]] = {}
+        passed: dict[str, tuple[Rank, int, Entry]] = {}
         try:
             while self._heap:
                 item = heapq.heappop(self._heap)
-                rank, entry_id, entry = item
-                if self._live.get(entry_id) != rank:
+                rank, number, entry = item
+                if self._live.get(entry.id) != (rank, number):
                     continue
                 if not self._eligible(entry) or entry.rank != rank:
-                    del self._live[entry_id]
+                    del self._live[entry.id]
                     continue
-                if entry_id not in skipped:
-                    skipped[entry_id] = item
+                is_new = entry.id not in passed
+                passed[entry.id] = item
+                if is_new:
                     yield entry
         finally:
-            for rank, entry_id, entry in skipped.values():
-                if not self._eligible(entry):
-                    self._live.pop(entry_id, None)
-                elif self._live.setdefault(entry_id, rank) == rank:
-                    heapq.heappush(self._heap, (rank, entry_id, entry))
+            for item in passed.values():
+                rank, number, entry = item
+                if self._live.get(entry.id) == (rank, number):
+                    heapq.heappush(self._heap, item)
 
     def _sweep(self) -> None:
-        kept = {
-            entry_id: (rank, entry_id, entry)
-            for rank, entry_id, entry in self._heap
-            if self._live.get(entry_id) == rank and entry.rank == rank and self._eligible(entry)
-        }
-        self._heap = list(kept.values())
-        self._live = {entry_id: item[0] for entry_id, item in kept.items()}
+        self._heap = [
+            (rank, number, entry)
+            for rank, number, entry in self._heap
+            if self._live.get(entry.id) == (rank, number)
+        ]
         heapq.heapify(self._heap)

@@ -47,8 +47,11 @@ class WriteDesk:
         self._queue: deque[tuple[Entry, float]] = deque()
         self._writing: Entry | None = None
         self._reserved_bytes = 0
+        self._waits_for_deletions = False
         self._flushes: list[FlushWait] = []
         self.is_draining = False
+        self.is_hurried = False
+        """Set under critical pressure: no write waits for its delay (rule M3)."""
         self.disk_healthy = True
         self.disk_reason = ""
         self.written = 0
@@ -105,13 +108,14 @@ class WriteDesk:
 
     def pump(self, now: float) -> None:
         """Hand the next image to SsdTier if it is due and none is being written."""
+        self._waits_for_deletions = False
         while self._queue and self._writing is None:
             entry, due = self._queue[0]
             if not entry.attached or entry.memory is None or entry.write is not WriteState.QUEUED:
                 self._queue.popleft()  # absorbed, cleared or evicted before it was written
-                self._settle(entry, "skipped")
+                self._pass_on(entry)
                 continue
-            if due > now and not self._flushes and not self.is_draining:
+            if due > now and not (self._flushes or self.is_draining or self.is_hurried):
                 break
             owner = entry.owner
             chain_broken = owner is not None and owner.parent is not None and owner.file is None
@@ -121,7 +125,8 @@ class WriteDesk:
                 self._refuse(entry)
                 continue
             if not self._index.fits_on_disk(reserve):
-                break  # deletions are on their way; `Deleted` pumps again
+                self._waits_for_deletions = True  # they are on their way; `Deleted` pumps again
+                break
             self._queue.popleft()
             self._hand_over(entry, reserve)
         self._answer_flushes(now)
@@ -130,7 +135,7 @@ class WriteDesk:
     def next_deadline(self) -> float | None:
         """When `pump` must be called at the latest."""
         deadlines = [wait.deadline for wait in self._flushes]
-        if self._queue and self._writing is None:
+        if self._queue and self._writing is None and not self._waits_for_deletions:
             deadlines.append(self._queue[0][1])
         return min(deadlines, default=None)
 
@@ -205,6 +210,19 @@ class WriteDesk:
         self.refused += 1
         self._index.set_write(entry, WriteState.REFUSED)
         self._settle(entry, "skipped")
+
+    def _pass_on(self, entry: Entry) -> None:
+        """``entry`` left before it was written: a flush waits for what has taken its place."""
+        heir = entry.successor
+        while heir is not None and heir.successor is not None:
+            heir = heir.successor
+        if heir is None or heir.write not in (WriteState.QUEUED, WriteState.WRITING):
+            self._settle(entry, "skipped" if heir is None or heir.file is None else "written")
+            return
+        for wait in self._flushes:
+            if entry.id in wait.remaining:
+                wait.remaining.discard(entry.id)
+                wait.remaining.add(heir.id)
 
     def _settle(self, entry: Entry, outcome: str) -> None:
         for wait in self._flushes:

@@ -16,7 +16,15 @@ from prefixcached.client.errors import (
     UseAfterClose,
 )
 from prefixcached.client.pins import Pin
-from prefixcached.client.results import Cleared, Declined, Flushed, Hit, Miss, Stored
+from prefixcached.client.results import (
+    Cleared,
+    Declined,
+    Flushed,
+    Hit,
+    Miss,
+    ObjectHit,
+    Stored,
+)
 
 __all__ = [
     "Cache",
@@ -29,6 +37,7 @@ __all__ = [
     "NoDaemon",
     "NoSpace",
     "NotStorable",
+    "ObjectHit",
     "Pin",
     "PrefixCachedError",
     "ProtocolFailure",

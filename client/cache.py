@@ -1,34 +1,27 @@
 """The blocking client: `connect` returns a `Cache`, whose calls any thread of any process may make.
 
-A `Cache` owns its pool of connections and its book of schemas. Every call is bounded by ``timeout``
-(rule C4), and with ``fail_open`` a daemon that is absent, slow or broken costs a miss. mlx is used
-only inside `take` and `put`, on the calling thread.
+A `Cache` owns its pool of connections. Every call is bounded by ``timeout`` (rule C4), and with
+``fail_open`` a daemon that is absent, slow or broken costs a miss. mlx is used only inside the
+calls that move arrays, on the calling thread.
 """
 
-import contextlib
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Self, TypeVar
 
-from prefixcached.client import arguments, lending, pins, results
+from prefixcached.client import arguments, calls, programs, results
 from prefixcached.client.arguments import Tokens
+from prefixcached.client.calls import TIMEOUT_SECONDS, Calls
 from prefixcached.client.errors import PrefixCachedError
+from prefixcached.client.loans import Loan
 from prefixcached.client.pins import Pin
-from prefixcached.client.pool import Pool, PoolStatistics
-from prefixcached.client.schemas import SchemaBook
-from prefixcached.client.seam import Adapter, MlxAdapter
-from prefixcached.protocol import limits, messages, paths
-from prefixcached.protocol.errors import UnsupportedTokensError
-from prefixcached.protocol.messages import AnyRequest, Reply
-from prefixcached.protocol.tokens import token_array
-
-TIMEOUT_SECONDS: Final = 5.0
-"""Default bound of a call: a prefill that the cache saves takes longer."""
-
-UNSUPPORTED_TOKENS: Final = "unsupported-tokens"
+from prefixcached.client.pool import Pool
+from prefixcached.client.programs import Program
+from prefixcached.client.seam import Adapter
 
 T = TypeVar("T")
 
@@ -37,6 +30,7 @@ def connect(
     socket: str | os.PathLike[str] | None = None,
     timeout: float = TIMEOUT_SECONDS,
     fail_open: bool = True,
+    minimum_gain: float = 0.0,
 ) -> "Cache":
     """Return a cache. Nothing is connected before the first call.
 
@@ -45,14 +39,14 @@ def connect(
         timeout: Seconds that one call may take, besides its ``wait``.
         fail_open: Turn every trouble with the daemon into a miss or a decline. False raises
             `PrefixCachedError` instead.
+        minimum_gain: Seconds that restoring a prefix must save over computing it, by what this
+            client measured of both; else `take` gives a miss, "no-gain". 0 restores every hit.
 
     Raises:
         TypeError, ValueError: An argument is unusable.
     """
-    path = paths.socket_path() if socket is None else Path(socket).expanduser()
-    if "\0" in str(path):
-        raise ValueError("a socket's path cannot contain a NUL character")
-    return Cache(path, timeout=timeout, fail_open=fail_open)
+    path = calls.resolve_socket(socket)
+    return Cache(path, timeout=timeout, fail_open=fail_open, minimum_gain=minimum_gain)
 
 
 class Cache:
@@ -68,16 +62,21 @@ class Cache:
         *,
         timeout: float = TIMEOUT_SECONDS,
         fail_open: bool = True,
+        minimum_gain: float = 0.0,
         adapter: Adapter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._timeout_seconds = arguments.seconds("timeout", timeout, positive=True)
         self._fail_open = fail_open
-        self._adapter = MlxAdapter() if adapter is None else adapter
         self._pool = Pool(path, clock)
-        self._schemas = SchemaBook()
+        self._calls = Calls(
+            self._pool,
+            threading.current_thread,
+            timeout=timeout,
+            adapter=adapter,
+            minimum_gain=minimum_gain,
+        )
 
-    # -- take -----------------------------------------------------------------------------------
+    # -- prefixes -------------------------------------------------------------------------------
 
     def take(
         self,
@@ -89,6 +88,10 @@ class Cache:
     ) -> results.Hit | results.Miss:
         """Return the KV of the longest known prefix of ``tokens`` that can be resumed (rule T1).
 
+        Where much is left to compute, the result makes this client the claimant of the prompt:
+        other processes may wait for what it will `put`. Who does not compute it calls
+        `drop_claim` on the result, or lets go of it (rule Q1).
+
         Args:
             tokens: The prompt. A hit leaves at least its last token to be computed (rule T3).
             namespace: What the KV depends on beside the tokens: model, adapter, KV format.
@@ -99,22 +102,9 @@ class Cache:
         Returns:
             A `Hit`, which is true, or a `Miss`, which is false and says why.
         """
-        arguments.namespace(namespace)
-        arguments.label(session)
         arguments.seconds("wait", wait, positive=False)
-        try:
-            prompt = arguments.prompt(tokens)
-        except UnsupportedTokensError:
-            self._pool.count_refusal(UNSUPPORTED_TOKENS)
-            return results.Miss(reason=UNSUPPORTED_TOKENS)
-        request = messages.Take(namespace, prompt.tobytes(), session, wait)
-        deadline = self._deadline(wait)
-        return self._guard(
-            lambda: lending.take(self._pool, self._schemas, self._adapter, request, deadline),
-            lambda reason: results.Miss(reason=reason),
-        )
-
-    # -- put ------------------------------------------------------------------------------------
+        program = self._calls.take(tokens, namespace, session, wait)
+        return self._run(program, lambda reason: results.Miss(reason=reason), wait=wait)
 
     def put(
         self,
@@ -133,7 +123,8 @@ class Cache:
             kv: The model's caches, unchanged by this call and not kept.
             namespace: As for `take`; the very same, or nothing will be found.
             session: A name for the conversation (rule S1).
-            attachments: Named tensors and JSON that belong to this very position (rule A1).
+            attachments: Named tensors and JSON that belong to this very position (rule A1), as
+                `prefixcached.client.kv.Attachment` by name.
             minimum_length: Shortest prefix of this entry worth reusing (rule T6).
 
         Returns:
@@ -143,83 +134,19 @@ class Cache:
             ValueError: The caches and tokens do not belong together, also with ``fail_open``
                 (rule P1).
         """
-        arguments.namespace(namespace)
-        arguments.label(session)
-        arguments.count("minimum_length", minimum_length)
-        try:
-            packed = token_array(tokens)
-        except UnsupportedTokensError:
-            return self._decline(UNSUPPORTED_TOKENS)
-        if len(packed) > limits.MAX_TOKENS:
-            return self._decline("too-large")
-        if not len(packed):
-            return self._decline("too-short")
-        deadline = self._deadline()
-        with contextlib.ExitStack() as context:
-            try:
-                snapshot = context.enter_context(self._adapter.snapshot(kv, packed, attachments))
-            except Exception as error:
-                reason = getattr(error, "reason", None)
-                if isinstance(reason, str):
-                    return self._decline(reason)
-                raise
-            offer = messages.Offer(
-                namespace=namespace,
-                tokens=packed[: snapshot.length].tobytes(),
-                schema=b"",
-                windows=snapshot.windows,
-                checkpoint=snapshot.checkpoint,
-                attachments=snapshot.attachments,
-                minimum=minimum_length,
-                label=session,
-            )
-            return self._guard(
-                lambda: lending.put(self._pool, self._schemas, snapshot, offer, deadline),
-                lambda reason: results.Declined(reason=reason),
-            )
-
-    # -- questions ------------------------------------------------------------------------------
+        program = self._calls.put(tokens, kv, namespace, session, attachments, minimum_length)
+        return self._run(program, lambda reason: results.Declined(reason=reason))
 
     def peek(self, tokens: Tokens, *, namespace: str) -> int:
         """Return how many tokens `take` would reuse now, reading and changing nothing (rule T11).
 
         0 where it would miss, for whatever reason.
         """
-        arguments.namespace(namespace)
-        try:
-            prompt = arguments.prompt(tokens)
-        except UnsupportedTokensError:
-            self._pool.count_refusal(UNSUPPORTED_TOKENS)
-            return 0
-        return self._ask_length(messages.Peek(namespace, prompt.tobytes()))
+        return self._run(self._calls.peek(tokens, namespace), lambda _: 0)
 
     def contains(self, tokens: Tokens, *, namespace: str) -> bool:
         """Return whether exactly these tokens are known and can be resumed at their end."""
-        arguments.namespace(namespace)
-        try:
-            packed = token_array(tokens)
-        except UnsupportedTokensError:
-            self._pool.count_refusal(UNSUPPORTED_TOKENS)
-            return False
-        if not 0 < len(packed) <= limits.MAX_TOKENS:
-            return False
-        return self._ask_length(messages.Contains(namespace, packed.tobytes())) == len(packed)
-
-    def stats(self) -> dict[str, Any]:
-        """Return the daemon's statistics, by actor (rule C5); empty without a daemon."""
-
-        def ask() -> dict[str, Any]:
-            reply = self._request(messages.Status(), self._deadline())
-            assert isinstance(reply, messages.StatusReport), "the connection admits nothing else"
-            return reply.report
-
-        return self._guard(ask, lambda _: {})
-
-    def statistics(self) -> PoolStatistics:
-        """Return what this client did: its connections and failures."""
-        return self._pool.statistics()
-
-    # -- housekeeping ---------------------------------------------------------------------------
+        return self._run(self._calls.contains(tokens, namespace), lambda _: False)
 
     def prefetch(self, tokens: Tokens, *, namespace: str, session: str | None = None) -> Pin:
         """Bring what `take` would choose into RAM and keep it there (rules F1 to F4).
@@ -227,51 +154,82 @@ class Cache:
         Returns:
             A `Pin`, a context manager; its ``length`` is 0 where nothing was found.
         """
-        arguments.namespace(namespace)
-        arguments.label(session)
-        try:
-            prompt = arguments.prompt(tokens)
-        except UnsupportedTokensError:
-            self._pool.count_refusal(UNSUPPORTED_TOKENS)
-            return Pin(reason=UNSUPPORTED_TOKENS)
-        request = messages.Prefetch(namespace, prompt.tobytes(), session)
-        return self._guard(
-            lambda: pins.prefetch(self._pool, request, self._timeout_seconds),
-            lambda reason: Pin(reason=reason),
-        )
+        program = self._calls.prefetch(tokens, namespace, session)
+        return self._run(program, lambda reason: Pin(reason=reason))
+
+    def close_session(self, session: str, namespace: str | None = None) -> int:
+        """Forget what a conversation used last, in every namespace when that is None (rule S4).
+
+        Returns:
+            In how many namespaces the daemon knew it.
+        """
+        return self._run(self._calls.close_session(session, namespace), lambda _: 0)
+
+    # -- objects --------------------------------------------------------------------------------
+
+    def put_object(
+        self, key: str, tensors: Mapping[str, Any], metadata: Any = None, *, namespace: str
+    ) -> results.Stored | results.Declined:
+        """Share an immutable set of arrays under ``key``, replacing an older one (rules O1, P3).
+
+        Args:
+            key: Its name, exactly; a digest of what the arrays were computed from, for example.
+            tensors: Arrays of mlx or numpy, of any shape, by name. Not kept.
+            metadata: What `json` can write.
+            namespace: What the arrays depend on beside the key, such as the model.
+
+        Returns:
+            `Stored`, or `Declined` with a reason of rule P10.
+
+        Raises:
+            TypeError, ValueError: Something cannot be stored, also with ``fail_open``.
+        """
+        program = self._calls.put_object(key, tensors, metadata, namespace)
+        return self._run(program, lambda reason: results.Declined(reason=reason))
+
+    def take_object(self, key: str, *, namespace: str) -> results.ObjectHit | results.Miss:
+        """Return the arrays that were put under ``key``, bit for bit, as copies of one's own.
+
+        Returns:
+            An `ObjectHit`, which is true, or a `Miss`, which is false and says why.
+        """
+        program = self._calls.take_object(key, namespace)
+        return self._run(program, lambda reason: results.Miss(reason=reason))
+
+    # -- housekeeping ---------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Return the daemon's statistics, by actor (rule C5); empty without a daemon."""
+        return self._run(self._calls.stats(), lambda _: {})
+
+    def statistics(self) -> results.CacheStatistics:
+        """Return what this client did: its connections, failures, claims and restores."""
+        return self._calls.statistics()
+
+    def note_prefill(self, tokens: int, seconds: float, *, namespace: str) -> None:
+        """Tell how long computing ``tokens`` took, for ``minimum_gain`` and slow restores."""
+        self._calls.note_prefill(tokens, seconds, namespace)
 
     def flush(self, timeout: float | None = None) -> results.Flushed:
         """Wait until all that is visible now is on SSD (rule P8), at most ``timeout`` seconds."""
         if timeout is not None:
             arguments.seconds("timeout", timeout, positive=True)
-
-        def ask() -> results.Flushed:
-            deadline = time.monotonic() + (timeout or self._timeout_seconds)
-            reply = self._request(messages.Flush(arguments.seconds_until(deadline)), deadline)
-            assert isinstance(reply, messages.Flushed), "the connection admits nothing else"
-            return results.Flushed(
-                written=reply.written,
-                skipped=reply.skipped,
-                failed=reply.failed,
-                complete=reply.complete,
-            )
-
-        return self._guard(ask, lambda reason: results.Flushed(reason=reason))
+        return self._run(
+            self._calls.flush(), lambda reason: results.Flushed(reason=reason), timeout=timeout
+        )
 
     def clear(self, namespace: str | None = None) -> results.Cleared:
         """Forget one namespace, or everything, for all processes and for good (rule D11)."""
-        if namespace is not None:
-            arguments.namespace(namespace)
-
-        def ask() -> results.Cleared:
-            reply = self._request(messages.Clear(namespace), self._deadline())
-            assert isinstance(reply, messages.Cleared), "the connection admits nothing else"
-            return results.Cleared(images=reply.images, ram_bytes=reply.ram_bytes)
-
-        return self._guard(ask, lambda reason: results.Cleared(reason=reason))
+        return self._run(
+            self._calls.clear(namespace), lambda reason: results.Cleared(reason=reason)
+        )
 
     def close(self) -> None:
-        """Close all connections. Idempotent; calls under way in other threads end first."""
+        """End all claims and connections. Idempotent; calls under way in other threads end first.
+
+        Pins are released by their owners.
+        """
+        self._calls.claims.end_all()
         self._pool.close()
 
     def __enter__(self) -> Self:
@@ -288,32 +246,46 @@ class Cache:
     def __repr__(self) -> str:
         return f"<Cache at {str(self._pool.path)!r}>"
 
-    def _ask_length(self, request: messages.Peek | messages.Contains) -> int:
-        def ask() -> int:
-            reply = self._request(request, self._deadline())
-            assert isinstance(reply, messages.Length), "the connection admits nothing else"
-            return reply.length
+    # -- inside ---------------------------------------------------------------------------------
 
-        return self._guard(ask, lambda _: 0)
-
-    def _request(self, request: AnyRequest, deadline: float) -> Reply:
-        with self._pool.lend(deadline) as wire:
-            reply, _ = wire.request(request, deadline)
-            return reply
-
-    def _guard(self, call: Callable[[], T], otherwise: Callable[[str], T]) -> T:
-        """Make ``call``; with ``fail_open`` its failure becomes ``otherwise(reason)``."""
+    def _run(
+        self,
+        program: Program[T],
+        otherwise: Callable[[str], T],
+        *,
+        timeout: float | None = None,
+        wait: float = 0.0,
+    ) -> T:
+        """Carry ``program`` out; with `fail_open` its failure becomes ``otherwise(reason)``."""
+        found_by = time.monotonic() + (timeout or self._calls.timeout_seconds)
         try:
-            return call()
+            return self._carry_out(program, found_by, found_by + wait)
         except PrefixCachedError as error:
             self._pool.count_refusal(error.reason)
             if not self._fail_open:
                 raise
             return otherwise(error.reason)
+        finally:
+            program.close()
 
-    def _decline(self, reason: str) -> results.Declined:
-        self._pool.count_refusal(reason)
-        return results.Declined(reason=reason)
+    def _carry_out(self, program: Program[T], found_by: float, deadline: float) -> T:
+        """Carry ``program`` out, over a connection that is there at ``found_by``.
 
-    def _deadline(self, wait: float = 0.0) -> float:
-        return time.monotonic() + self._timeout_seconds + wait
+        A daemon that is not there must not be waited for: ``wait`` is for a prefill.
+        """
+        try:
+            step = next(program)
+        except StopIteration as end:
+            answered: T = end.value
+            return answered
+        loan = self._calls.claims.own_loan() if programs.is_take(step) else None
+        if loan is None:
+            loan = Loan(self._pool, self._pool.take_out(found_by))
+        try:
+            return programs.run(program, step, loan, deadline)
+        except BaseException:
+            # A half-done conversation must not be continued by the next call.
+            loan.wire.close()
+            raise
+        finally:
+            loan.end()

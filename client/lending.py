@@ -1,37 +1,38 @@
-"""A take and a put from request to end: ask, fetch, read or fill, give back.
+"""A take and a put from request to end, as programs: ask, fetch, read or fill, give back.
 
-Each runs over one wire of the pool, which it leaves in good order, or closed when it raises: that
-ends the lease, and abandons the put (rules L1, P4). Deadlines are on `time.monotonic`.
+Each runs over one connection, which it leaves in good order; where it raises, the connection is to
+be closed, which ends the lease and abandons the put (rules L1, P4).
 """
 
 import contextlib
 import errno
 import logging
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import msgspec
 
 from prefixcached.client import results, transfer
-from prefixcached.client.arguments import seconds_until
+from prefixcached.client.claims import ClaimBook
 from prefixcached.client.errors import (
-    CallTimeout,
     NoSpace,
     NotStorable,
     PrefixCachedError,
     ProtocolFailure,
     RestoreFailed,
 )
-from prefixcached.client.pool import Pool
+from prefixcached.client.gain import GainMeter
+from prefixcached.client.programs import Copy, OnLoan, Program, Tell, ask
 from prefixcached.client.schemas import SchemaBook
 from prefixcached.client.seam import Adapter, Restoration, Snapshot
-from prefixcached.client.wire import Wire
 from prefixcached.protocol import image, messages, ranges
 from prefixcached.protocol.errors import SchemaError
 from prefixcached.protocol.image import Extent, ImageKind, ImageSpec
 from prefixcached.protocol.schema import Schema, encode_schema
+
+NO_GAIN: Final = "no-gain"
+"""Why a hit was not restored: computing it takes about as long (`connect`'s ``minimum_gain``)."""
 
 _NO_MEMORY: Final = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EDQUOT})
 
@@ -39,56 +40,66 @@ _logger = logging.getLogger(__name__)
 
 
 def take(
-    pool: Pool, schemas: SchemaBook, adapter: Adapter, request: messages.Take, deadline: float
-) -> results.Hit | results.Miss:
+    request: messages.Take,
+    schemas: SchemaBook,
+    adapter: Adapter,
+    claims: ClaimBook,
+    gain: GainMeter,
+) -> Program[results.Hit | results.Miss]:
     """Ask for a prefix and copy it into new caches.
 
     Args:
-        pool: Lends the wire.
+        request: Without the schema, which is filled in here.
         schemas: What this process knows; learns the hit's.
         adapter: Makes the caches.
-        request: Without schema and seconds left, which are filled in here.
-        deadline: End of the call, ``request.wait`` included.
+        claims: Learns of the claim that comes with the reply.
+        gain: Decides whether the prefix is worth restoring, and learns how long it took.
 
     Raises:
         PrefixCachedError: Of any kind; the reason says which.
     """
     known = schemas.known(request.namespace)
-    # A daemon that is not there must not be waited for: ``wait`` is for a prefill.
-    with pool.lend(deadline - request.wait) as wire:
-        request = msgspec.structs.replace(
-            request, seconds_left=seconds_until(deadline), schema_digest=known.digest
-        )
-        reply, descriptors = wire.request(request, deadline)
-        if isinstance(reply, messages.Miss):
-            return results.Miss(reason=reply.reason, matched=reply.matched)
-        assert isinstance(reply, messages.Hit), "the connection admits nothing else"
-        tokens = len(request.tokens) // 4
-        if not 0 < reply.length < tokens:
-            raise ProtocolFailure(f"the daemon lent {reply.length} tokens for a prompt of {tokens}")
-        schema = schemas.resolve(request.namespace, known, reply.schema)
-        restoration = read_hit(wire, reply, descriptors, schema, adapter, deadline)
+    request = msgspec.structs.replace(request, schema_digest=known.digest)
+    reply, descriptors = yield from ask(request)
+    assert isinstance(reply, messages.Hit | messages.Miss), "the connection admits nothing else"
+    claim = None
+    if reply.claim is not None:
+        claim = yield OnLoan(lambda loan: claims.grant(loan, reply, request))
+    if isinstance(reply, messages.Miss):
+        return results.Miss(reason=reply.reason, matched=reply.matched, claim=claim)
+    tokens = len(request.tokens) // 4
+    if not 0 < reply.length < tokens:
+        raise ProtocolFailure(f"the daemon lent {reply.length} tokens for a prompt of {tokens}")
+    matched = max(reply.matched, reply.length)
+    schema = schemas.resolve(request.namespace, known, reply.schema)
+    nbytes = lent_bytes(reply, schema)
+    if not gain.is_worth(request.namespace, reply.length, nbytes):
+        yield Copy(transfer.read_all, [], descriptors)
+        yield Tell(messages.Release(reply.lease, reply.boot))
+        return results.Miss(reason=NO_GAIN, matched=matched, claim=claim)
+    began = time.monotonic()
+    restoration = yield from read_hit(reply, descriptors, schema, adapter)
     kv, attachments = finish(restoration)
+    gain.restored(request.namespace, reply.length, nbytes, time.monotonic() - began)
     return results.Hit(
         kv=kv,
         length=reply.length,
         tier=reply.tier,
         attachments=attachments,
-        matched=max(reply.matched, reply.length),
+        matched=matched,
+        claim=claim,
     )
 
 
 def put(
-    pool: Pool, schemas: SchemaBook, snapshot: Snapshot, offer: messages.Offer, deadline: float
-) -> results.Stored | results.Declined:
+    snapshot: Snapshot, offer: messages.Offer, schemas: SchemaBook
+) -> Program[results.Stored | results.Declined]:
     """Offer a snapshot and copy what the daemon lacks of it.
 
     Args:
-        pool: Lends the wire.
-        schemas: Learns the snapshot's schema once it was accepted.
         snapshot: Within its context.
-        offer: Without schema and seconds left, which are filled in here.
-        deadline: End of the call.
+        offer: Without the schema, which is filled in here.
+        schemas: Learns the snapshot's schema once it was accepted.
 
     Raises:
         PrefixCachedError: Of any kind; the reason says which.
@@ -97,13 +108,11 @@ def put(
         encoded = encode_schema(snapshot.schema)
     except SchemaError as error:
         raise NotStorable(f"these caches have no usable schema: {error}") from error
-    with pool.lend(deadline) as wire:
-        offer = msgspec.structs.replace(offer, schema=encoded, seconds_left=seconds_until(deadline))
-        reply, descriptors = wire.request(offer, deadline)
-        if isinstance(reply, messages.Grant):
-            result = fill_grant(wire, reply, descriptors, snapshot, deadline)
-        else:
-            result = as_put_result(reply)
+    reply, descriptors = yield from ask(msgspec.structs.replace(offer, schema=encoded))
+    if isinstance(reply, messages.Grant):
+        result = yield from fill_grant(reply, descriptors, snapshot)
+    else:
+        result = as_put_result(reply)
     if result:
         # What was accepted is the namespace's schema (rule N4): the next hit can leave it out.
         schemas.learn(offer.namespace, encoded, snapshot.schema)
@@ -111,13 +120,8 @@ def put(
 
 
 def read_hit(
-    wire: Wire,
-    hit: messages.Hit,
-    descriptors: Sequence[int],
-    schema: Schema,
-    adapter: Adapter,
-    deadline: float,
-) -> Restoration:
+    hit: messages.Hit, descriptors: Sequence[int], schema: Schema, adapter: Adapter
+) -> Program[Restoration]:
     """Copy what ``hit`` lends into new caches and end the lease.
 
     Returns:
@@ -125,46 +129,62 @@ def read_hit(
 
     Raises:
         RestoreFailed: The bytes cannot be read or do not make up caches (rule T8).
-        CallTimeout, NoDaemon, ProtocolFailure: As `Wire.request`.
     """
     checkpoint = next((p.spec for p in hit.parts if p.spec.kind is ImageKind.CHECKPOINT), None)
     with failing_as(RestoreFailed, "what was lent cannot be restored"):
         check_hit(hit, schema)
         restoration = adapter.restoration(schema, hit.length, checkpoint, hit.parts)
-    lent = each_lent(wire, hit.lease, hit.boot, descriptors, len(hit.parts), deadline)
-    for index, fd in enumerate(lent):
-        with failing_as(RestoreFailed, f"part {index} of the hit cannot be read"):
-            for offset, views in transfer.merge_runs(restoration.targets(index)):
-                transfer.read_rows(fd, hit.parts[index].data_offset + offset, views)
+
+    def moves_of(first: int, batch: Sequence[int]) -> list[transfer.Move]:
+        return [
+            transfer.Move(fd, hit.parts[index].data_offset + offset, views)
+            for index, fd in enumerate(batch, first)
+            for offset, views in transfer.merge_runs(restoration.targets(index))
+        ]
+
+    first, batch = 0, descriptors
+    while True:
+        check_batch(first, batch, len(hit.parts))
+        with failing_as(RestoreFailed, f"parts {first}.. of the hit cannot be read"):
+            yield Copy(transfer.read_all, moves_of(first, batch), batch)
+        first += len(batch)
+        if first == len(hit.parts):
+            break
+        batch = yield from fetch(hit.lease, first, hit.boot)
     # The copy is complete and stays good: should this fail, the closed wire ends the lease.
-    with contextlib.suppress(PrefixCachedError):
-        wire.notify(messages.Release(hit.lease, hit.boot), deadline)
+    yield Tell(messages.Release(hit.lease, hit.boot))
     return restoration
 
 
 def fill_grant(
-    wire: Wire,
-    grant: messages.Grant,
-    descriptors: Sequence[int],
-    snapshot: Snapshot,
-    deadline: float,
-) -> results.Stored | results.Declined:
+    grant: messages.Grant, descriptors: Sequence[int], snapshot: Snapshot
+) -> Program[results.Stored | results.Declined]:
     """Copy the granted rows into the granted images and commit them.
 
     Raises:
         NoSpace: The machine has no memory left for them.
-        CallTimeout, NoDaemon, ProtocolFailure: As `Wire.request`, or the grant asks for what was
-            not offered. The wire must be closed then, which abandons the put (rule P4).
+        ProtocolFailure: The grant asks for what was not offered.
     """
-    lent = each_lent(wire, grant.put, grant.boot, descriptors, len(grant.images), deadline)
-    for index, fd in enumerate(lent):
-        with failing_as(ProtocolFailure, f"granted image {index} cannot be filled"):
-            check_granted(grant.images[index], snapshot)
-            extents = image.layout(snapshot.schema, grant.images[index]).extents
+
+    def moves_of(first: int, batch: Sequence[int]) -> list[transfer.Move]:
+        moves: list[transfer.Move] = []
+        for fd, spec in zip(batch, grant.images[first:], strict=False):
+            check_granted(spec, snapshot)
+            extents = image.layout(snapshot.schema, spec).extents
             runs = ((extent.offset, rows_of(snapshot, extent)) for extent in extents)
-            for offset, views in transfer.merge_runs(runs):
-                transfer.write_rows(fd, offset, views)
-    reply, _ = wire.request(messages.Commit(grant.put, grant.boot), deadline)
+            moves += [transfer.Move(fd, *run) for run in transfer.merge_runs(runs)]
+        return moves
+
+    first, batch = 0, descriptors
+    while True:
+        check_batch(first, batch, len(grant.images))
+        with failing_as(ProtocolFailure, f"granted images {first}.. cannot be filled"):
+            yield Copy(transfer.write_all, moves_of(first, batch), batch)
+        first += len(batch)
+        if first == len(grant.images):
+            break
+        batch = yield from fetch(grant.put, first, grant.boot)
+    reply, _ = yield from ask(messages.Commit(grant.put, grant.boot))
     return as_put_result(reply)
 
 
@@ -179,34 +199,28 @@ def as_put_result(reply: messages.Reply) -> results.Stored | results.Declined:
             raise AssertionError(f"the connection admits no {type(reply).__name__} here")
 
 
-def each_lent(
-    wire: Wire,
-    of: int,
-    boot: str,
-    first: Sequence[int],
-    count: int,
-    deadline: float,
-) -> Iterator[int]:
-    """Yield the ``count`` descriptors of a lease or put in order, each open until the next.
+def fetch(of: int, first: int, boot: str) -> Program[list[int]]:
+    """Return the next descriptors of a lease or put, from index ``first`` on; at least one."""
+    reply, batch = yield from ask(messages.Fetch(of, first, boot))
+    assert isinstance(reply, messages.Descriptors), "the connection admits nothing else"
+    if reply.first != first or not batch:
+        raise ProtocolFailure(
+            f"the daemon sent {len(batch)} descriptors from {reply.first} on, those from {first} "
+            "on were asked for"
+        )
+    return batch
 
-    ``first`` came with the reply; the others are fetched when their turn comes.
-    """
-    waiting = deque(first)
-    for index in range(count):
-        if time.monotonic() >= deadline:
-            raise CallTimeout(f"{count - index} of {count} images were left at the deadline")
-        if not waiting:
-            reply, batch = wire.request(messages.Fetch(of, index, boot), deadline)
-            assert isinstance(reply, messages.Descriptors), "the connection admits nothing else"
-            if reply.first != index or not 0 < len(batch) <= count - index:
-                raise ProtocolFailure(
-                    f"the daemon sent descriptors {reply.first}..{reply.first + len(batch)} "
-                    f"of {count}, from {index} on were asked for"
-                )
-            waiting.extend(batch)
-        fd = waiting.popleft()
-        yield fd
-        wire.close_descriptor(fd)
+
+def check_batch(first: int, batch: Sequence[int], count: int) -> None:
+    """Raise ProtocolFailure for more than ``count`` descriptors in all."""
+    if first + len(batch) > count:
+        raise ProtocolFailure(f"the daemon sent {first + len(batch)} descriptors of {count}")
+
+
+def lent_bytes(hit: messages.Hit, schema: Schema) -> int:
+    """Return about how many bytes a hit copies: its append slices and its snapshots."""
+    state_bytes = sum(tensor.nbytes for part in hit.parts for tensor in part.spec.tensors)
+    return schema.append_token_bytes * hit.length + state_bytes
 
 
 def check_hit(hit: messages.Hit, schema: Schema) -> None:

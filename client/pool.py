@@ -1,12 +1,11 @@
 """Connections to one daemon: as many as calls run at the same time, opened when they are needed.
 
-The pool owns all wires of one `Cache`. A wire carries one call at a time, so a thread that waits
-never blocks another (rule Q3). After a failure calls fail at once, without touching the socket,
+The pool owns all wires of one cache. A wire carries one call at a time, so a call that waits never
+blocks another (rule Q3). After a failure calls fail at once, without touching the socket,
 until a pause is over that doubles with each further failure (rule C4). A forked child closes its
 copies of the parent's sockets, without a word to the daemon, and opens its own.
 """
 
-import contextlib
 import functools
 import logging
 import math
@@ -15,9 +14,9 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
@@ -27,7 +26,7 @@ from prefixcached.client.errors import (
     ProtocolFailure,
     UseAfterClose,
 )
-from prefixcached.client.wire import Wire
+from prefixcached.client.wire import BaseWire, Wire
 
 MAX_IDLE_WIRES: Final = 8
 """Connections kept between calls: enough for the threads of one server, few for the daemon."""
@@ -40,6 +39,8 @@ LONGEST_PAUSE_SECONDS: Final = 5.0
 
 _logger = logging.getLogger(__name__)
 
+W = TypeVar("W", bound=BaseWire)
+
 
 class PoolStatistics(msgspec.Struct, frozen=True):
     """What the pool did so far.
@@ -50,7 +51,7 @@ class PoolStatistics(msgspec.Struct, frozen=True):
         backed_off: Calls refused during a pause, without touching the socket.
         failures: Connections that the daemon failed, by reason.
         refusals: Calls that this client answered itself, or that failed, by reason.
-        lent: Connections in use now.
+        lent: Connections in use now, or kept out of the pool by a claim or a pin.
         idle: Connections kept for the next call.
     """
 
@@ -63,17 +64,19 @@ class PoolStatistics(msgspec.Struct, frozen=True):
     idle: int
 
 
-class Pool:
-    """Lends wires. Safe to use from any thread.
+class BasePool(Generic[W]):
+    """Which wire serves the next call, and whether any may be opened. Safe to use from any thread.
 
     Args:
         path: The daemon's socket.
         clock: Seconds that never go back; measures the pauses only.
+        make: Makes a wire that is not connected.
     """
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, path: Path, clock: Callable[[], float], make: Callable[[Path], W]) -> None:
         self._path = path
         self._clock = clock
+        self._make = make
         self._closed = False
         self._counts: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
@@ -104,25 +107,11 @@ class Pool:
         with self._lock:
             self._refusals[reason] += 1
 
-    @contextlib.contextmanager
-    def lend(self, deadline: float) -> Iterator[Wire]:
-        """Give a wire for one call; an exception in the block closes it. Errors as `take_out`."""
-        wire = self.take_out(deadline)
-        try:
-            yield wire
-        except BaseException:
-            # A half-done conversation must not be continued by the next call.
-            wire.close()
-            raise
-        finally:
-            self.give_back(wire)
-
-    def take_out(self, deadline: float) -> Wire:
-        """Return a greeted wire, which is the caller's until `give_back`.
+    def reserve(self) -> tuple[W, bool]:
+        """Return a wire, which is the caller's until `give_back`, and whether it must be opened.
 
         Raises:
-            NoDaemon, CallTimeout, ProtocolFailure: As `Wire.open`, or still so from a failure just
-                before.
+            NoDaemon, CallTimeout, ProtocolFailure: What failed just before does so without a try.
             UseAfterClose: The pool is closed.
         """
         with self._lock:
@@ -134,21 +123,18 @@ class Pool:
                 if wire.is_quiet():
                     self._counts["reused"] += 1
                     self._lent.add(wire)
-                    return wire
+                    return wire, False
                 wire.close()
             wire = self._new_wire()
             self._lent.add(wire)
-        try:
-            wire.open(deadline)
-        except BaseException:
-            wire.close()
-            self.give_back(wire)
-            raise
+            return wire, True
+
+    def count_opened(self) -> None:
+        """Count a wire that was opened."""
         with self._lock:
             self._counts["opened"] += 1
-        return wire
 
-    def give_back(self, wire: Wire) -> None:
+    def give_back(self, wire: W) -> None:
         """Take ``wire`` back after a call, whatever became of it."""
         with self._lock:
             known = wire in self._lent
@@ -181,16 +167,16 @@ class Pool:
 
     def _start_empty(self) -> None:
         self._lock = threading.Lock()
-        self._idle: list[Wire] = []
+        self._idle: list[W] = []
         # Weak: a pin that was dropped without a release takes its wire along.
-        self._lent: weakref.WeakSet[Wire] = weakref.WeakSet()
+        self._lent: weakref.WeakSet[W] = weakref.WeakSet()
         self._consecutive_failures = 0
         self._paused_until = -math.inf
         self._last_error: PrefixCachedError = NoDaemon("never tried")
 
-    def _new_wire(self) -> Wire:
+    def _new_wire(self) -> W:
         try:
-            return Wire(self._path)
+            return self._make(self._path)
         except OSError as error:
             raise NoDaemon(f"this process can open no socket: {error}") from error
 
@@ -218,7 +204,32 @@ class Pool:
         _logger.log(level, "%s; next attempt in %.1f s", error, pause_seconds)
 
 
-def _forget(pool: "weakref.ref[Pool]") -> None:
+class Pool(BasePool[Wire]):
+    """Lends wires to threads."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(path, clock, Wire)
+
+    def take_out(self, deadline: float) -> Wire:
+        """Return a greeted wire, which is the caller's until `give_back`.
+
+        Raises:
+            NoDaemon, CallTimeout, ProtocolFailure: As `Wire.open`, or as `reserve`.
+            UseAfterClose: The pool is closed.
+        """
+        wire, is_new = self.reserve()
+        if is_new:
+            try:
+                wire.open(deadline)
+            except BaseException:
+                wire.close()
+                self.give_back(wire)
+                raise
+            self.count_opened()
+        return wire
+
+
+def _forget(pool: "weakref.ref[BasePool[Any]]") -> None:
     alive = pool()
     if alive is not None:
         alive.forget()

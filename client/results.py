@@ -1,14 +1,34 @@
-"""What the calls of a `Cache` return."""
+"""What the calls of a cache return."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 
+from prefixcached.client.claims import Claim
+from prefixcached.client.pool import PoolStatistics
 from prefixcached.protocol.messages import Tier
 
 
-class Hit(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+class _MayClaim(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """A result that may make this client the claimant of its prompt (rule Q1).
+
+    The claim says that this client is computing the rest, so that others may wait for it. It ends
+    with a put that covers the prompt, with `drop_claim`, or with the last reference to the result.
+
+    Attributes:
+        claim: It, None where little is left to compute.
+    """
+
+    claim: Claim | None = None
+
+    def drop_claim(self) -> None:
+        """Say that this prompt will not be computed here after all. Harmless without a claim."""
+        if self.claim is not None:
+            self.claim.end()
+
+
+class Hit(_MayClaim, frozen=True, kw_only=True, eq=False):
     """The first ``length`` tokens of the prompt need no prefill. True.
 
     Attributes:
@@ -33,7 +53,7 @@ class Hit(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return f"Hit(length={self.length}, tier={self.tier!r}, matched={self.matched})"
 
 
-class Miss(msgspec.Struct, frozen=True, kw_only=True):
+class Miss(_MayClaim, frozen=True, kw_only=True, eq=True):
     """Nothing is resumable, for a ``reason`` of rule T9. False.
 
     Attributes:
@@ -46,6 +66,26 @@ class Miss(msgspec.Struct, frozen=True, kw_only=True):
 
     def __bool__(self) -> Literal[False]:
         return False
+
+    def __repr__(self) -> str:
+        return f"Miss(reason={self.reason!r}, matched={self.matched})"
+
+
+class ObjectHit(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """The object of a key. True.
+
+    Attributes:
+        tensors: Arrays of the kind, dtype and shape that were put; the caller's own copies.
+        metadata: What was put, as JSON returns it: tuples are lists, keys are texts.
+        tier: Where the bytes came from.
+    """
+
+    tensors: Mapping[str, Any]
+    metadata: Any = None
+    tier: Tier = "ram"
+
+    def __bool__(self) -> Literal[True]:
+        return True
 
 
 class Stored(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,3 +148,17 @@ class Cleared(msgspec.Struct, frozen=True, kw_only=True):
 
     def __bool__(self) -> bool:
         return not self.reason
+
+
+class CacheStatistics(PoolStatistics, frozen=True):
+    """What one client did: its connections and failures, and these.
+
+    Attributes:
+        claims: Prompts that this client is computing for others too.
+        restores_skipped: Hits not restored, since that would have gained less than the minimum.
+        slow_restores: Restores that took longer than computing the same tokens.
+    """
+
+    claims: int = 0
+    restores_skipped: int = 0
+    slow_restores: int = 0

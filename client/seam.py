@@ -18,42 +18,37 @@ from prefixcached.protocol.tokens import TokenArray
 class Snapshot(Protocol):
     """The caches of a put, seen as bytes; its views are valid until its context ends."""
 
-    @property
-    def length(self) -> int:
-        """Tokens to store: the first ``length`` of those given."""
-
-    @property
-    def schema(self) -> Schema:
-        """All append and window tensors."""
-
-    @property
-    def windows(self) -> tuple[WindowRows, ...]:
-        """Rows that each window group has."""
-
-    @property
-    def checkpoint(self) -> ImageSpec | None:
-        """The state tensors and metadata at ``length``, None where there is no state."""
-
-    @property
-    def attachments(self) -> bool:
-        """Whether the checkpoint carries attachments (rule A1)."""
+    length: int
+    """Tokens to store: the first ``length`` of those given."""
+    schema: Schema
+    """All append and window tensors."""
+    windows: tuple[WindowRows, ...]
+    """Rows that each window group has."""
+    checkpoint: ImageSpec | None
+    """The state tensors and metadata at ``length``, None where there is no state."""
+    attachments: bool
+    """Whether the checkpoint carries attachments (rule A1)."""
 
     def rows(self, extent: Extent) -> list[memoryview]:
         """Return the bytes of ``extent``, as contiguous runs in the image's order."""
+        ...
 
 
 class Restoration(Protocol):
     """Caches being filled from the parts of a hit."""
 
+    @property
+    def attachments(self) -> Any:
+        """What the put attached, else None; after `finish`."""
+        ...
+
     def targets(self, index: int) -> list[tuple[int, list[memoryview]]]:
         """Return what to read of part ``index``: offsets in its image and where to put them."""
+        ...
 
     def finish(self) -> Sequence[Any]:
         """Return the mlx-lm caches, after all reads."""
-
-    @property
-    def attachments(self) -> Any:
-        """What the put attached, else None."""
+        ...
 
 
 class Adapter(Protocol):
@@ -67,11 +62,13 @@ class Adapter(Protocol):
         Raises:
             ValueError: They do not belong together (rule P1).
         """
+        ...
 
     def restoration(
         self, schema: Schema, length: int, checkpoint: ImageSpec | None, parts: Sequence[Part], /
     ) -> Restoration:
         """Allocate caches for ``length`` tokens, with room to grow."""
+        ...
 
 
 class MlxAdapter:

@@ -2,7 +2,8 @@
 
 Files and Linux's memfds are read and written with `preadv` and `pwritev`. Shared memory of macOS
 can only be mapped (PLATFORM 3.1); there a mapping lives for the time of one call. Nothing here
-closes the descriptor.
+closes the descriptor. Much of it is moved by several threads, which touch memory and descriptors
+alone, never mlx: one core does not fill the memory bus, and most of the time goes into new pages.
 """
 
 import contextlib
@@ -14,7 +15,8 @@ import stat
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, NamedTuple, TypeVar
 
 IOV_MAX: Final = 1024
 """Buffers of one `preadv` or `pwritev`: the limit of Linux and macOS alike."""
@@ -22,8 +24,19 @@ IOV_MAX: Final = 1024
 CALL_BYTES: Final = 1 << 30
 """Bytes of one such call: Linux moves at most 2 GiB - 4 KiB, macOS refuses more than 2 GiB - 1."""
 
+THREADS: Final = 4
+"""Most threads of one transfer: as many as `mx.load` uses; more gain little on any machine seen."""
+
+PARALLEL_BYTES: Final = 8 << 20
+"""Less than this is moved by the caller alone: starting threads takes as long."""
+
+PIECE_BYTES: Final = 4 << 20
+"""What a thread takes at a time: small enough that all end together."""
+
 Run = tuple[int, Sequence[memoryview]]
 """An offset in bytes, and the contiguous buffers that lie there one after the other."""
+
+T = TypeVar("T")
 
 _Vectored = Callable[[int, Sequence[memoryview], int], int]
 
@@ -67,6 +80,52 @@ def read_rows(fd: int, offset: int, views: Sequence[memoryview]) -> None:
     missing_bytes = _move(os.preadv, fd, offset, flat)
     if missing_bytes:
         raise EOFError(f"what was lent ends {missing_bytes} bytes before what should be in it")
+
+
+class Move(NamedTuple):
+    """``views`` are to be read from, or written to, ``fd`` from byte ``offset`` on."""
+
+    fd: int
+    offset: int
+    views: Sequence[memoryview]
+
+
+def read_all(moves: Sequence[Move], before_each: Callable[[], None]) -> None:
+    """Make all ``moves`` as `read_rows` does, spread over threads.
+
+    Args:
+        moves: In any order.
+        before_each: Called before each piece, by any thread; what it raises ends the transfer.
+
+    Raises:
+        EOFError, OSError: As `read_rows`.
+    """
+
+    def read(piece: Move) -> None:
+        before_each()
+        read_rows(*piece)
+
+    _spread(read, [piece for move in moves for piece in _pieces(move)], _total_bytes(moves))
+
+
+def write_all(moves: Sequence[Move], before_each: Callable[[], None]) -> None:
+    """Make all ``moves`` as `write_rows` does, spread over threads. Arguments as `read_all`.
+
+    Raises:
+        EOFError, OSError: As `write_rows`.
+    """
+    # Linux locks a file while it is written, so there one thread at a time fills an image.
+    jobs: dict[object, list[Move]] = {}
+    for move in moves:
+        for piece in _pieces(move):
+            jobs.setdefault(piece if is_mapped_only(piece.fd) else piece.fd, []).append(piece)
+
+    def write(pieces: list[Move]) -> None:
+        for piece in pieces:
+            before_each()
+            write_rows(*piece)
+
+    _spread(write, list(jobs.values()), _total_bytes(moves))
 
 
 def merge_runs(runs: Iterable[Run]) -> Iterator[Run]:
@@ -129,8 +188,47 @@ def _mapped(
         yield memory, offset - start
 
 
+def _spread(do: Callable[[T], None], jobs: Sequence[T], total_bytes: int) -> None:
+    """Do every job, in threads where that pays; all have ended when this returns or raises."""
+    threads = min(THREADS, len(jobs), os.cpu_count() or 1)
+    if threads < 2 or total_bytes < PARALLEL_BYTES:
+        for job in jobs:
+            do(job)
+        return
+    with ThreadPoolExecutor(threads, "prefixcached-copy") as pool:
+        done = [pool.submit(do, job) for job in jobs]
+        try:
+            for future in done:
+                future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _pieces(move: Move) -> Iterator[Move]:
+    """Cut a move between its views into pieces of about `PIECE_BYTES`."""
+    offset, views, nbytes = move.offset, [], 0
+    for view in move.views:
+        views.append(view)
+        nbytes += view.nbytes
+        if nbytes >= PIECE_BYTES:
+            yield Move(move.fd, offset, views)
+            offset, views, nbytes = offset + nbytes, [], 0
+    if views:
+        yield Move(move.fd, offset, views)
+
+
+def _total_bytes(moves: Iterable[Move]) -> int:
+    return sum(view.nbytes for move in moves for view in move.views)
+
+
 def _flatten(views: Iterable[memoryview]) -> list[memoryview]:
-    return [view.cast("B") for view in views if view.nbytes]
+    # A cast of what is bytes already costs microseconds a view.
+    return [
+        view if view.format == "B" and view.ndim == 1 else view.cast("B")
+        for view in views
+        if view.nbytes
+    ]
 
 
 def _move(call: _Vectored, fd: int, offset: int, views: Iterable[memoryview]) -> int:

@@ -1,9 +1,10 @@
-"""One blocking connection to the daemon: requests and replies with their descriptors.
+"""One connection to the daemon: requests and replies with their descriptors.
 
-A `Wire` owns its socket and every descriptor received over it: whoever used one gives it back with
-`close_descriptor`, and whatever is left is closed with the wire. All calls take an absolute
-deadline on `time.monotonic`. After any failure the wire is closed for good, since a late reply
-could be taken for the answer to another request (rule C4).
+A `BaseWire` owns its socket and every descriptor received over it: whoever used one gives it back
+with `close_descriptor`, and whatever is left is closed with the wire. After any failure the wire is
+closed for good, since a late reply could be taken for the answer to another request (rule C4).
+`Wire` waits by blocking, `prefixcached.client.trio_wire.TrioWire` as a Trio task. Their calls take
+an absolute deadline on `time.monotonic`.
 """
 
 import array
@@ -29,15 +30,16 @@ SOCKET_BUFFER_BYTES: Final = 256 * 1024
 RECEIVE_BYTES: Final = 64 * 1024
 """Bytes of one `recvmsg`: most replies are far smaller."""
 
-ANCILLARY_DESCRIPTORS: Final = 254
-"""Room for the largest set that either system sends: what does not fit would leak or be lost."""
+ANCILLARY_BYTES: Final = socket.CMSG_SPACE(254 * 4)
+"""Room for the largest set of descriptors that either system sends: what does not fit would leak
+or be lost."""
 
 CONNECT_RETRY_SECONDS: Final = 0.005
 """Pause before the next attempt while the daemon's queue of new connections is full."""
 
 
-class Wire:
-    """A connection that carries one request at a time, of one thread at a time.
+class BaseWire:
+    """What all wires know and do without waiting.
 
     Args:
         path: The daemon's socket. Nothing is connected before `open`.
@@ -46,6 +48,8 @@ class Wire:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
         self._connection = Connection(role=Role.CLIENT)
         self._descriptors: set[int] = set()
         self._error: PrefixCachedError | None = None
@@ -73,61 +77,21 @@ class Wire:
         poller.register(self._socket, select.POLLIN)
         return not poller.poll(0)
 
-    def open(self, deadline: float) -> None:
-        """Connect, and exchange versions and capabilities.
+    def tell(self, message: OneWay) -> None:
+        """Send ``message``, which has no reply, without ever waiting or raising.
 
-        Raises:
-            NoDaemon: Nobody listens there.
-            CallTimeout: Not connected and greeted at the deadline (a launchd socket accepts while
-                its daemon is down).
-            ProtocolFailure: The peer is no such daemon, or speaks another major version.
+        Whatever stands in the way closes the wire, which ends a lease, pin or claim as well.
         """
-        self._connect(deadline)
-        hello = messages.Hello(
-            version=limits.PROTOCOL_VERSION,
-            capabilities=CAPABILITIES,
-            client=f"prefixcached {__version__}",
-            pid=os.getpid(),
-        )
-        self.request(hello, deadline)
-
-    def request(self, message: AnyRequest, deadline: float) -> tuple[Reply, list[int]]:
-        """Send ``message`` and wait for its one reply.
-
-        Returns:
-            One of the replies that `connection.REPLIES` admits, never `Failed`, and its
-            descriptors, close-on-exec; see `close_descriptor`.
-
-        Raises:
-            NoDaemon: The daemon ended or closed the connection.
-            CallTimeout: The reply is not complete at the deadline.
-            ProtocolFailure: The daemon sent what the protocol forbids, or answered `Failed`.
-        """
-        self._send(message, deadline)
-        while True:
-            try:
-                event = self._connection.next_event()
-            except ProtocolError as error:
-                self._fail(ProtocolFailure(f"at {self._path}: {error}"), error)
-            if not isinstance(event, Received):
-                self._receive(deadline)
-                continue
-            reply, descriptors = event
-            self._descriptors.update(descriptors)
-            if isinstance(reply, messages.Failed):
-                detail = f" ({reply.detail})" if reply.detail else ""
-                self._fail(
-                    ProtocolFailure(
-                        f"the daemon at {self._path} refused {type(message).__name__}: "
-                        f"{reply.reason}{detail}"
-                    )
-                )
-            assert isinstance(reply, Reply), "the connection admits nothing else"
-            return reply, descriptors
-
-    def notify(self, message: OneWay, deadline: float) -> None:
-        """Send ``message``, which has no reply. Errors as `request`."""
-        self._send(message, deadline)
+        if not self.is_open:
+            return
+        try:
+            data = self._connection.send(message)
+            self._socket.setblocking(False)
+            is_sent = self._socket.send(data) == len(data)
+        except (OSError, ProtocolError):
+            is_sent = False
+        if not is_sent:
+            self.close()
 
     def close_descriptor(self, fd: int) -> None:
         """Close one received descriptor. A second call for it does nothing."""
@@ -147,72 +111,65 @@ class Wire:
             os.close(self._descriptors.pop())
         self._socket.close()
 
-    def _connect(self, deadline: float) -> None:
-        while True:
-            self._bound(deadline)
-            try:
-                for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-                    self._socket.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
-                self._socket.connect(os.fspath(self._path))
-                return
-            except OSError as error:
-                if isinstance(error, TimeoutError):
-                    self._fail(CallTimeout(f"nobody accepts connections at {self._path}"), error)
-                # Linux answers EAGAIN at once where the queue of new connections is full.
-                if error.errno != errno.EAGAIN:
-                    self._fail(
-                        NoDaemon(
-                            f"no daemon at {self._path} ({error.strerror or error}); "
-                            "start one with `prefixcached serve`"
-                        ),
-                        error,
-                    )
-            time.sleep(max(0.0, min(CONNECT_RETRY_SECONDS, deadline - time.monotonic())))
-
-    def _send(self, message: AnyRequest, deadline: float) -> None:
-        self._bound(deadline)
+    def _encode(self, message: AnyRequest) -> bytes:
+        """Return the bytes of a request that is legal now."""
         try:
-            data = self._connection.send(message)
+            return self._connection.send(message)
         except ProtocolError as error:
             self._fail(ProtocolFailure(str(error)), error)
-        try:
-            self._socket.sendall(data)
-        except OSError as error:
-            self._fail(self._explain(error, "sending"), error)
 
-    def _receive(self, deadline: float) -> None:
-        """Feed the connection with whatever arrives next."""
-        self._bound(deadline, waiting=True)
+    def _reply_to(self, message: AnyRequest) -> tuple[Reply, list[int]] | None:
+        """Return the reply to ``message`` if it has arrived, never `Failed`."""
         try:
-            data, ancillary, flags, _ = self._socket.recvmsg(
-                RECEIVE_BYTES, socket.CMSG_SPACE(ANCILLARY_DESCRIPTORS * 4), _receive_flags()
+            event = self._connection.next_event()
+        except ProtocolError as error:
+            self._fail(ProtocolFailure(f"at {self._path}: {error}"), error)
+        if not isinstance(event, Received):
+            return None
+        reply, descriptors = event
+        self._descriptors.update(descriptors)
+        if isinstance(reply, messages.Failed):
+            detail = f" ({reply.detail})" if reply.detail else ""
+            self._fail(
+                ProtocolFailure(
+                    f"the daemon at {self._path} refused {type(message).__name__}: "
+                    f"{reply.reason}{detail}"
+                )
             )
-        except OSError as error:
-            self._fail(self._explain(error, "waiting for a reply"), error)
+        assert isinstance(reply, Reply), "the connection admits nothing else"
+        return reply, descriptors
+
+    def _take_in(self, data: bytes, ancillary: list[tuple[int, int, bytes]], flags: int) -> None:
+        """Feed the connection with what `recvmsg` gave."""
         self._connection.receive(data, _received_descriptors(ancillary))
         if flags & socket.MSG_CTRUNC:
             self._fail(ProtocolFailure(f"descriptors from {self._path} were lost on the way"))
         if not data:
             self._fail(NoDaemon(f"the daemon at {self._path} closed the connection"))
 
-    def _bound(self, deadline: float, *, waiting: bool = False) -> None:
-        """Let the next socket call end at ``deadline``."""
-        left_seconds = deadline - time.monotonic()
-        if not self.is_open:
-            raise NoDaemon(f"the connection to {self._path} is closed")
-        if left_seconds > 0:
-            self._socket.settimeout(left_seconds)
-        elif waiting:
-            self._fail(CallTimeout(f"the daemon at {self._path} is too slow"))
-        else:
-            # Not the daemon's fault: no `error`, so that the pool does not back off.
-            self.close()
-            raise CallTimeout(f"no time left to ask the daemon at {self._path}")
+    def _not_connected(self, error: OSError) -> NoDaemon:
+        return NoDaemon(
+            f"no daemon at {self._path} ({error.strerror or error}); "
+            "start one with `prefixcached serve`"
+        )
 
     def _explain(self, error: OSError, doing: str) -> PrefixCachedError:
         if isinstance(error, TimeoutError):
             return CallTimeout(f"the daemon at {self._path} is too slow: {doing} timed out")
         return NoDaemon(f"the daemon at {self._path} went away while {doing}: {error}")
+
+    def _check_time(self, deadline: float, *, waiting: bool = False) -> float:
+        """Return the seconds that are left, more than 0."""
+        left_seconds = deadline - time.monotonic()
+        if not self.is_open:
+            raise NoDaemon(f"the connection to {self._path} is closed")
+        if left_seconds > 0:
+            return left_seconds
+        if waiting:
+            self._fail(CallTimeout(f"the daemon at {self._path} is too slow"))
+        # Not the daemon's fault: no `error`, so that the pool does not back off.
+        self.close()
+        raise CallTimeout(f"no time left to ask the daemon at {self._path}")
 
     def _fail(self, error: PrefixCachedError, cause: Exception | None = None) -> NoReturn:
         self._error = error
@@ -220,7 +177,86 @@ class Wire:
         raise error from cause
 
 
-def _receive_flags() -> int:
+class Wire(BaseWire):
+    """A wire for threads, of one thread at a time."""
+
+    def open(self, deadline: float) -> None:
+        """Connect, and exchange versions and capabilities.
+
+        Raises:
+            NoDaemon: Nobody listens there.
+            CallTimeout: Not connected and greeted at the deadline (a launchd socket accepts while
+                its daemon is down).
+            ProtocolFailure: The peer is no such daemon, or speaks another major version.
+        """
+        self._connect(deadline)
+        self.request(hello(), deadline)
+
+    def request(self, message: AnyRequest, deadline: float) -> tuple[Reply, list[int]]:
+        """Send ``message`` and wait for its one reply.
+
+        Returns:
+            One of the replies that `connection.REPLIES` admits, never `Failed`, and its
+            descriptors, close-on-exec; see `close_descriptor`.
+
+        Raises:
+            NoDaemon: The daemon ended or closed the connection.
+            CallTimeout: The reply is not complete at the deadline.
+            ProtocolFailure: The daemon sent what the protocol forbids, or answered `Failed`.
+        """
+        self._send(message, deadline)
+        while (answer := self._reply_to(message)) is None:
+            self._receive(deadline)
+        return answer
+
+    def _connect(self, deadline: float) -> None:
+        while True:
+            self._bound(deadline)
+            try:
+                self._socket.connect(os.fspath(self._path))
+                return
+            except OSError as error:
+                if isinstance(error, TimeoutError):
+                    self._fail(CallTimeout(f"nobody accepts connections at {self._path}"), error)
+                # Linux answers EAGAIN at once where the queue of new connections is full.
+                if error.errno != errno.EAGAIN:
+                    self._fail(self._not_connected(error), error)
+            time.sleep(max(0.0, min(CONNECT_RETRY_SECONDS, deadline - time.monotonic())))
+
+    def _send(self, message: AnyRequest, deadline: float) -> None:
+        self._bound(deadline)
+        data = self._encode(message)
+        try:
+            self._socket.sendall(data)
+        except OSError as error:
+            self._fail(self._explain(error, "sending"), error)
+
+    def _receive(self, deadline: float) -> None:
+        self._bound(deadline, waiting=True)
+        try:
+            data, ancillary, flags, _ = self._socket.recvmsg(
+                RECEIVE_BYTES, ANCILLARY_BYTES, receive_flags()
+            )
+        except OSError as error:
+            self._fail(self._explain(error, "waiting for a reply"), error)
+        self._take_in(data, ancillary, flags)
+
+    def _bound(self, deadline: float, *, waiting: bool = False) -> None:
+        """Let the next socket call end at ``deadline``."""
+        self._socket.settimeout(self._check_time(deadline, waiting=waiting))
+
+
+def hello() -> messages.Hello:
+    """Return the first message of a connection."""
+    return messages.Hello(
+        version=limits.PROTOCOL_VERSION,
+        capabilities=CAPABILITIES,
+        client=f"prefixcached {__version__}",
+        pid=os.getpid(),
+    )
+
+
+def receive_flags() -> int:
     """Close-on-exec from the first moment, where the system can; else set just afterwards."""
     if sys.platform == "linux":
         return socket.MSG_CMSG_CLOEXEC

@@ -59,8 +59,19 @@ def parse_size(size: str | int, whole_bytes: int) -> int:
     if unit == "%":
         if number > 100:
             raise ValueError(f"{size} is more than there is")
-        return int(whole_bytes * number / 100)
+        return share_of(whole_bytes, number)
     return int(number * _UNITS[unit])
+
+
+def share_of(whole_bytes: int, percent: float) -> int:
+    """Return ``percent`` of ``whole_bytes``."""
+    return int(whole_bytes * percent / 100)
+
+
+def parse_share(size: str | int) -> float | None:
+    """Return the percent that ``size`` is (`parse_size`), None if it is not given as a share."""
+    match = None if isinstance(size, int) else _SIZE.fullmatch(size)
+    return float(match[1]) if match is not None and match[2] == "%" else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +82,8 @@ class Config:
         socket: Absolute path of the socket; its directory is the user's alone.
         state_dir: Directory of what is on SSD.
         ram_bytes: Cap of the RAM tier (rule E1).
+        ram_share: The share of the machine's memory that this cap is, in percent, or None where it
+            was given as a size: a share follows the machine's limit (rule M5).
         ssd_bytes: Cap of the SSD tier (rule D5); 0 turns it off.
         max_images: Cap on images in RAM, from the descriptor limit (rule E1).
         max_connections: Sessions at a time.
@@ -85,6 +98,7 @@ class Config:
     ssd_bytes: int
     max_images: int
     max_connections: int
+    ram_share: float | None = None
     segment_max_bytes: int = limits.SEGMENT_MAX_BYTES
     segment_min_tokens: int = SEGMENT_MIN_TOKENS
     put_min_tokens: int = PUT_MIN_TOKENS
@@ -131,6 +145,7 @@ def load(
         socket=socket.absolute(),
         state_dir=directory,
         ram_bytes=parse_size(ram_size, resources.memory_bytes()),
+        ram_share=parse_share(ram_size),
         ssd_bytes=parse_size(ssd_size, resources.volume_bytes(directory)),
         max_images=resources.image_limit(descriptors),
         max_connections=resources.connection_limit(descriptors),

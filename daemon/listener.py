@@ -19,7 +19,7 @@ import trio
 
 from prefixcached.actors.mailbox import Outbox
 from prefixcached.daemon.session import Ending, Session, SessionSettings
-from prefixcached.daemon.sockets import MessageSocket, peer_credentials
+from prefixcached.daemon.sockets import RECEIVE_BYTES, MessageSocket, peer_credentials
 from prefixcached.protocol import messages
 from prefixcached.protocol.connection import Connection, Role
 
@@ -82,6 +82,7 @@ class Listener:
         self._settings = settings
         self._max_connections = max_connections
         self._user = os.getuid() if user is None else user
+        self._buffer = bytearray(RECEIVE_BYTES)
         self._accepted = 0
         self._current = 0
         self._refused = Counter({kind.value: 0 for kind in Refusal})
@@ -162,7 +163,8 @@ class Listener:
     async def _serve(self, number: int, sock: socket.socket) -> None:
         ending = Ending.STOPPING
         try:
-            session = Session(number, MessageSocket(sock), self._ram_tier, self._settings)
+            peer = MessageSocket(sock, self._buffer)
+            session = Session(number, peer, self._ram_tier, self._settings)
             ending = await session.run()
         finally:
             self._current -= 1

@@ -1,11 +1,12 @@
 """What the machine gives: memory, disk, descriptors. One small function for each."""
 
-import os
 import resource
 import shutil
 import sys
 from pathlib import Path
 from typing import Final
+
+from prefixcached.actors.pressure_sensors import memory_limit_bytes
 
 RESERVED_DESCRIPTORS: Final = 128
 """For the process itself, files in flight, and replies on their way."""
@@ -27,8 +28,8 @@ _DARWIN_OPEN_MAX: Final = 10240
 
 
 def memory_bytes() -> int:
-    """Physical memory of the machine."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Memory that this process can have: the machine's, or its control group's limit (M5)."""
+    return memory_limit_bytes()
 
 
 def volume_bytes(directory: Path) -> int:

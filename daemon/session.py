@@ -11,6 +11,7 @@ alone (rule C3).
 """
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -23,7 +24,7 @@ import trio
 from prefixcached.actors.mailbox import Outbox, ReplySlot
 from prefixcached.daemon.sockets import MessageSocket
 from prefixcached.protocol import limits, messages
-from prefixcached.protocol.actor_messages import Call, ClientGone, Envelope
+from prefixcached.protocol.actor_messages import ActorMessage, Call, ClientGone, Envelope
 from prefixcached.protocol.connection import (
     CAPABILITIES,
     CLOSED,
@@ -35,7 +36,7 @@ from prefixcached.protocol.connection import (
     VersionMismatchError,
 )
 from prefixcached.protocol.errors import ProtocolError, RemoteProtocolError
-from prefixcached.protocol.messages import AnyReply, AnyRequest
+from prefixcached.protocol.messages import AnyReply, AnyRequest, Reply
 
 HELLO_SECONDS: Final = 5.0
 """From accept to `Hello`: a client says it at once, and one that does not takes up a place."""
@@ -55,6 +56,10 @@ the daemon from ending."""
 
 MAX_DETAIL_CHARACTERS: Final = 1000
 """Of an error's text in `Failed`: it may quote what the client sent."""
+
+_QUICK_TURNS: Final = 2
+"""Turns of the event loop in which RamTier answers most requests. A nursery, which waits for two
+things at once, would cost more than the request itself; it comes after them."""
 
 _RAM_TIER_GONE: Final = (trio.BrokenResourceError, trio.ClosedResourceError)
 
@@ -132,7 +137,7 @@ class Session:
                 trio.move_on_after(GONE_SECONDS, shield=True) as scope,
                 suppress(*_RAM_TIER_GONE),
             ):
-                await self._ram_tier.send(Envelope(ClientGone(self.number)))
+                await self._tell_ram_tier(ClientGone(self.number))
             if scope.cancelled_caught:
                 log.error("RamTier hears nothing; its mailbox is full", session=self.number)
 
@@ -178,42 +183,49 @@ class Session:
         """Take one message from the client and see it through."""
         request = await self._next_message()
         if type(request) in ONE_WAY:
-            await self._ram_tier.send(Envelope(Call(self.number, request)))
+            await self._tell_ram_tier(Call(self.number, request))
             return
-        # What came in one piece with the request is as wrong as what comes later.
-        self._connection.next_event()
+        if self._connection.has_partial_frame:
+            # What came in one piece with the request is as wrong as what comes later.
+            self._connection.next_event()
         slot = ReplySlot()
-        await self._ram_tier.send(Envelope(Call(self.number, request), slot))
-        await self._wait_for(slot)
-        reply, descriptors = await slot.wait()
+        await self._tell_ram_tier(Call(self.number, request), slot)
+        reply, descriptors = await self._answer(slot)
         reply = msgspec.structs.replace(reply, boot=self._settings.boot)
         # The table checks RamTier's replies, like anybody's.
         data = self._connection.send(cast("AnyReply", reply), len(descriptors))
         try:
-            with trio.fail_after(self._settings.send_seconds):
-                await self._peer.send(data, descriptors)
+            await self._peer.send(data, descriptors, self._settings.send_seconds)
         except trio.TooSlowError:
             # Nothing can be told to whom reads nothing.
             raise _End(Ending.SLOW_READER) from None
         if isinstance(reply, messages.Failed):
             raise _End(Ending.PROTOCOL)
 
-    async def _wait_for(self, slot: ReplySlot) -> None:
-        """Return once RamTier has answered; end the session if the client does not wait for it."""
+    async def _tell_ram_tier(self, message: ActorMessage, slot: ReplySlot | None = None) -> None:
+        envelope = Envelope(message, slot)
+        try:
+            self._ram_tier.send_nowait(envelope)
+        except trio.WouldBlock:
+            await self._ram_tier.send(envelope)
+
+    async def _answer(self, slot: ReplySlot) -> tuple[Reply, Sequence[int]]:
+        """Return RamTier's answer; end the session if the client does not wait for it."""
+        for _ in range(_QUICK_TURNS):
+            if slot.is_set:
+                break
+            # Cheaper than a checkpoint that can be cancelled; every path has one elsewhere.
+            await trio.lowlevel.cancel_shielded_checkpoint()
         if not slot.is_set:
-            # One more turn of the loop, in which RamTier answers most requests: a nursery, which
-            # waits for two things at once, would cost more than the request itself.
-            await trio.lowlevel.checkpoint()
-        if slot.is_set:
-            return
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._wait_readable_then_cancel, nursery.cancel_scope)
-            await slot.wait()
-            nursery.cancel_scope.cancel()
-        if not slot.is_set:
-            await self._read()
-            if self._connection.next_event() is CLOSED:
-                raise _End(Ending.CLOSED)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._wait_readable_then_cancel, nursery.cancel_scope)
+                await slot.wait()
+                nursery.cancel_scope.cancel()
+            if not slot.is_set:
+                await self._read()
+                if self._connection.next_event() is CLOSED:
+                    raise _End(Ending.CLOSED)
+        return slot.answer
 
     async def _wait_readable_then_cancel(self, scope: trio.CancelScope) -> None:
         await self._peer.wait_readable()
@@ -233,6 +245,9 @@ class Session:
                     pass
             if self._connection.has_partial_frame and deadline == float("inf"):
                 deadline = trio.current_time() + self._settings.frame_seconds
+            if deadline == float("inf"):
+                await self._read()
+                continue
             with trio.CancelScope(deadline=deadline) as scope:
                 await self._read()
             if scope.cancelled_caught:
@@ -254,6 +269,5 @@ class Session:
         )
         with (
             suppress(ProtocolError, OSError, trio.TooSlowError),
-            trio.move_on_after(FAREWELL_SECONDS),
         ):
-            await self._peer.send(self._connection.send(failed))
+            await self._peer.send(self._connection.send(failed), seconds=FAREWELL_SECONDS)

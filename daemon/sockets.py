@@ -8,6 +8,7 @@ one task at a time in each direction.
 
 import array
 import errno
+import math
 import os
 import socket
 import struct
@@ -25,7 +26,7 @@ SOCKET_BUFFER_BYTES: Final = 256 * 1024
 fails while the peer's unread bytes fill it (PLATFORM 3.2)."""
 
 RECEIVE_BYTES: Final = 256 * 1024
-"""One read. A prompt of 50,000 tokens is 200 KB: it should not take ten turns of the event loop."""
+"""One read. A prompt of 50,000 tokens is 200 KB: it should not take several turns of the loop."""
 
 KERNEL_MAX_DESCRIPTORS: Final = 254
 """Most descriptors that one message can carry: 254 on macOS, 253 on Linux."""
@@ -36,6 +37,7 @@ DESCRIPTOR_RETRIES: Final = 200
 DESCRIPTOR_RETRY_SECONDS: Final = 0.005
 """Pause between them. No event announces the room: the socket is writable all the while."""
 
+_TRUNCATED: Final = int(socket.MSG_CTRUNC)
 _WANT_OF_ROOM: Final = frozenset({errno.EMSGSIZE, errno.ETOOMANYREFS, errno.ENOBUFS})
 _INT_BYTES: Final = array.array("i").itemsize
 _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(KERNEL_MAX_DESCRIPTORS * _INT_BYTES)
@@ -46,14 +48,18 @@ class MessageSocket:
 
     Args:
         sock: A connected Unix stream socket; it is made non-blocking and belongs to this object.
+        buffer: Where reads land before they are returned as bytes, `RECEIVE_BYTES` by default.
+            Sockets of one event loop may share it. A new object for each read would cost more
+            than the read itself: the allocator returns and faults in its pages every time.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, buffer: bytearray | None = None) -> None:
         sock.setblocking(False)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             if sock.getsockopt(socket.SOL_SOCKET, option) < SOCKET_BUFFER_BYTES:
                 sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
         self._socket = sock
+        self._buffer = memoryview(bytearray(RECEIVE_BYTES) if buffer is None else buffer)
 
     async def wait_readable(self) -> None:
         """Wait for bytes or the end of the stream, and consume nothing."""
@@ -71,68 +77,67 @@ class MessageSocket:
         while True:
             await trio.lowlevel.wait_readable(self._socket)
             try:
-                data, ancillary, flags, _ = self._socket.recvmsg(
-                    RECEIVE_BYTES, _ANCILLARY_BYTES, _receive_flags()
+                length, ancillary, flags, _ = self._socket.recvmsg_into(
+                    [self._buffer], _ANCILLARY_BYTES, _receive_flags()
                 )
             except BlockingIOError:
                 continue
             descriptors = _descriptors_in(ancillary)
-            if flags & socket.MSG_CTRUNC:
+            if flags & _TRUNCATED:
                 for descriptor in descriptors:
                     os.close(descriptor)
                 raise RemoteProtocolError(
                     "the peer sent descriptors that this process had no room for"
                 )
-            return data, descriptors
+            # Copied before anything else can run and read into a shared buffer.
+            return bytes(self._buffer[:length]), descriptors
 
-    async def send(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
+    async def send(
+        self, data: bytes, descriptors: Sequence[int] = (), seconds: float = math.inf
+    ) -> None:
         """Write all of ``data``, with ``descriptors`` beside its first byte.
 
-        Cancelled half-way, the stream is of no further use.
+        Other tasks run meanwhile only if it has to wait. Given up half-way, the stream is of no
+        further use.
 
         Raises:
             OSError: The connection broke.
-            trio.TooSlowError: The kernel had no room for the descriptors, `DESCRIPTOR_RETRIES`
-                times in a row.
+            trio.TooSlowError: The peer did not read for ``seconds``, or the kernel had no room for
+                the descriptors, `DESCRIPTOR_RETRIES` times in a row.
         """
         assert len(descriptors) <= limits.MAX_DESCRIPTORS
-        assert data
         rest = memoryview(data)
-        if descriptors:
-            rest = rest[await self._send_with(rest, descriptors) :]
-        else:
-            await trio.lowlevel.checkpoint_if_cancelled()
-        waited = False
-        while rest:
-            try:
-                rest = rest[self._socket.send(rest) :]
-            except BlockingIOError:
-                await trio.lowlevel.wait_writable(self._socket)
-                waited = True
-        if not waited:
-            # The caller always yields here, as with any of Trio's own calls.
-            await trio.lowlevel.cancel_shielded_checkpoint()
+        sent = self._send_now(rest, descriptors)
+        if sent < len(data):
+            with trio.fail_after(seconds):
+                await self._send_rest(rest[sent:], () if sent else descriptors)
 
-    async def _send_with(self, data: memoryview, descriptors: Sequence[int]) -> int:
-        """One `sendmsg` that carries the descriptors; how many bytes it took."""
-        rights = array.array("i", descriptors)
-        refusals = 0
-        while True:
-            try:
-                return self._socket.sendmsg(
-                    [data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
-                )
-            except BlockingIOError:
-                await trio.lowlevel.wait_writable(self._socket)
-            except OSError as error:
-                if error.errno not in _WANT_OF_ROOM:
-                    raise
-                refusals += 1
-                if refusals > DESCRIPTOR_RETRIES:
-                    raise trio.TooSlowError(
-                        f"no room for {len(descriptors)} descriptors: {error}"
-                    ) from error
+    async def _send_rest(self, data: memoryview, descriptors: Sequence[int]) -> None:
+        tries = 0
+        while data:
+            if descriptors:
+                tries += 1
+                if tries > DESCRIPTOR_RETRIES:
+                    raise trio.TooSlowError(f"no room for {len(descriptors)} descriptors")
                 await trio.sleep(DESCRIPTOR_RETRY_SECONDS)
+            await trio.lowlevel.wait_writable(self._socket)
+            sent = self._send_now(data, descriptors)
+            if sent:
+                data, descriptors = data[sent:], ()
+
+    def _send_now(self, data: memoryview, descriptors: Sequence[int]) -> int:
+        """Write what the kernel takes at once; 0 if nothing, and then no descriptor went either."""
+        try:
+            if not descriptors:
+                return self._socket.send(data)
+            rights = array.array("i", descriptors)
+            return self._socket.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            if descriptors and error.errno in _WANT_OF_ROOM:
+                return 0
+            raise
 
     def close(self) -> None:
         """Close the socket; a task that waits on it fails with `trio.ClosedResourceError`.

@@ -10,11 +10,12 @@ from prefixcached.actors import crash_points
 from prefixcached.actors.desk import RamConfig
 from prefixcached.actors.mailbox import Outbox
 from prefixcached.actors.prefetcher import Prefetcher
+from prefixcached.actors.pressure_monitor import monitor_of_this_machine
 from prefixcached.actors.ram_tier import RamTier
 from prefixcached.actors.ssd_settings import SsdTierConfig
 from prefixcached.actors.ssd_tier import SsdTier
 from prefixcached.actors.store import Store
-from prefixcached.daemon.config import Config
+from prefixcached.daemon.config import Config, share_of
 
 
 class Storage:
@@ -49,6 +50,12 @@ class Storage:
             self._ram_tier.statistics_sources.update(
                 ssd_tier=self._ssd_tier.statistics, prefetcher=self._prefetcher.statistics
             )
+        share = config.ram_share
+        self._monitor = monitor_of_this_machine(
+            self._ram_tier.mailbox,
+            ram_cap=None if share is None else lambda whole_bytes: share_of(whole_bytes, share),
+        )
+        self._ram_tier.statistics_sources["pressure_monitor"] = self._monitor.statistics
         self._stop = trio.Event()
 
     @property
@@ -78,6 +85,7 @@ class Storage:
                 if self._prefetcher is not None:
                     await nursery.start(self._prefetcher.run)
                 await nursery.start(self._ram_tier.run)
+                await nursery.start(self._monitor.run)
                 task_status.started()
                 await self._stop.wait()
                 await self._ram_tier.drain()

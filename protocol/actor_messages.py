@@ -168,6 +168,12 @@ class PressureChanged(ActorMessage, frozen=True, tag="pressure-changed"):
     reason: str = ""
 
 
+class RamCapChanged(ActorMessage, frozen=True, tag="ram-cap-changed"):
+    """The machine has another amount of memory, and the RAM cap is a share of it (rule M5)."""
+
+    ram_bytes: int
+
+
 class NamespaceCleared(ActorMessage, frozen=True, tag="namespace-cleared"):
     """Outcome of `ClearNamespace`: the files are out of reach in trash/, and still count."""
 

@@ -110,6 +110,8 @@ REPLIES: Final[Mapping[MessageType, frozenset[MessageType]]] = {
 """The legal replies to each request, beside `Failed`."""
 
 _FAILED: Final[frozenset[MessageType]] = frozenset({messages.Failed})
+_HELLO: Final[frozenset[MessageType]] = frozenset({messages.Hello})
+_AWAITED: Final = {request: replies | _FAILED for request, replies in REPLIES.items()}
 _NOTHING: Final[frozenset[MessageType]] = frozenset()
 _IDLE_CLIENT: Final[frozenset[MessageType]] = frozenset({*REPLIES, *ONE_WAY} - {messages.Hello})
 
@@ -218,7 +220,7 @@ class Connection:
             raise RemoteProtocolError(
                 f"the client sent {len(self._descriptors)} descriptors; clients send none"
             )
-        if self.has_partial_frame and not self._legal(self._peer):
+        if self._decoder.buffered_bytes and not self._legal(self._peer):
             raise RemoteProtocolError(
                 f"the {self._peer.value} sent data while the reply to its "
                 f"{tag_of(self._request)} was pending"
@@ -256,18 +258,15 @@ class Connection:
 
     def _legal(self, speaker: Role) -> frozenset[MessageType]:
         """The row of the table: what ``speaker`` may say in the present state."""
-        if self._state is State.CLOSED:
+        state = self._state
+        if state is State.CLOSED:
             return _NOTHING
         if speaker is Role.DAEMON:
-            if self._remote_error is not None and self._role is Role.DAEMON:
-                return _FAILED
-            awaited = self._state in (State.GREETED, State.PENDING)
-            return REPLIES[self._request] | _FAILED if awaited else _FAILED
-        if self._remote_error is not None:
-            return _NOTHING
-        if self._state is State.START:
-            return frozenset({messages.Hello})
-        return _IDLE_CLIENT if self._state is State.IDLE else _NOTHING
+            awaited = state is State.PENDING or state is State.GREETED
+            return _AWAITED[self._request] if awaited and not self._remote_error else _FAILED
+        if state is State.IDLE and not self._remote_error:
+            return _IDLE_CLIENT
+        return _HELLO if state is State.START and not self._remote_error else _NOTHING
 
     def _check_legal(
         self,
@@ -320,6 +319,8 @@ def _check_descriptors(
     message: Message, count: int, error: type[LocalProtocolError] | type[RemoteProtocolError]
 ) -> None:
     """A reply carries at most one descriptor for each image that it describes."""
+    if not count and not isinstance(message, messages.Descriptors):
+        return
     least, most = 0, 0
     match message:
         case messages.Hit(parts=parts):

@@ -90,15 +90,25 @@ class FrameDecoder:
 
     def __init__(self, side: Side) -> None:
         self._side: Side = side
-        self._buffer = bytearray()
+        self._buffer: bytes | bytearray = b""
+        self._start = 0
 
     @property
     def buffered_bytes(self) -> int:
         """Bytes received that no returned frame has used."""
-        return len(self._buffer)
+        return len(self._buffer) - self._start
 
     def feed(self, data: bytes) -> None:
         """Append bytes that the peer sent."""
+        if self._start == len(self._buffer):
+            # Mostly whole frames arrive in one piece, and are decoded where they lie.
+            self._buffer, self._start = data, 0
+            return
+        if isinstance(self._buffer, bytes):
+            self._buffer = bytearray(self._buffer)
+        # Cheap: a bytearray moves its start instead of its bytes.
+        del self._buffer[: self._start]
+        self._start = 0
         self._buffer += data
 
     def next_frame(self) -> Frame | None:
@@ -107,10 +117,10 @@ class FrameDecoder:
         Raises:
             RemoteProtocolError: The bytes are no legal frame.
         """
-        buffer = self._buffer
-        if len(buffer) < HEADER_BYTES:
+        buffer, start = self._buffer, self._start
+        if len(buffer) - start < HEADER_BYTES:
             return None
-        magic, form, descriptors, length = HEADER.unpack_from(buffer)
+        magic, form, descriptors, length = HEADER.unpack_from(buffer, start)
         if magic != MAGIC:
             raise RemoteProtocolError(
                 f"the peer does not speak this protocol: a frame begins {MAGIC!r}, not {magic!r}"
@@ -127,21 +137,23 @@ class FrameDecoder:
             raise RemoteProtocolError(
                 f"the peer declared a frame of {length} bytes; at most {limits.MAX_FRAME_BYTES}"
             )
-        end = HEADER_BYTES + length
+        start += HEADER_BYTES
+        end = start + length
         if len(buffer) < end:
             return None
-        message = _decode_body(buffer, end, self._side)
-        # Cheap: a bytearray moves its start instead of its bytes.
-        del buffer[:end]
+        message = _decode_body(buffer, start, end, self._side)
+        self._start = end
+        if end == len(buffer):
+            self._buffer, self._start = b"", 0
         return Frame(message, descriptors)
 
 
-def _decode_body(frame: bytes | bytearray, end: int, side: Side) -> Message:
-    """The message of a complete frame whose body is ``frame[HEADER_BYTES:end]``."""
+def _decode_body(data: bytes | bytearray, start: int, end: int, side: Side) -> Message:
+    """The message that ``data[start:end]``, the body of a complete frame, encodes."""
     try:
-        scan(frame, HEADER_BYTES, end)
+        scan(data, start, end)
         # A view, so that a prompt of a million tokens is copied once, into its message.
-        with memoryview(frame) as whole, whole[HEADER_BYTES:end] as body:
+        with memoryview(data) as whole, whole[start:end] as body:
             plain = msgpack.unpackb(body, raw=False, strict_map_key=True, max_ext_len=0)
         message = _convert(plain, side)
         _check_sizes(message)
@@ -166,6 +178,8 @@ def _check_sizes(message: Message) -> None:
 
     msgspec counts characters, and on this side's own messages it checks nothing at all.
     """
+    if not isinstance(message, messages.Request):
+        return
     match message:
         case messages.Take() | messages.Offer() | messages.Prefetch():
             _check_text("namespace", message.namespace, limits.MAX_NAMESPACE_BYTES)

@@ -305,10 +305,14 @@ class Clear(Request, frozen=True, tag="clear"):
 
 
 class Cleared(Reply, frozen=True, tag="cleared"):
-    """How many images left, and their bytes in RAM."""
+    """How many images left, and their bytes in RAM.
+
+    ``durable`` is false where the disk fails: the files are taken away once it works again.
+    """
 
     images: Count
     ram_bytes: Count
+    durable: bool = True
 
 
 class Status(Request, frozen=True, tag="status"):

@@ -1,7 +1,8 @@
 """Token ids as packed little-endian uint32: the one form in which they travel and are stored."""
 
+import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,12 @@ TokenArray = NDArray[np.uint32]
 """One-dimensional, dtype ``<u4``, shape (tokens,)."""
 
 _LITTLE_ENDIAN = np.dtype("<u4")
+
+_COMPARED_FIRST: Final = 256
+"""Tokens of the first block compared: two prompts mostly differ early, or not at all."""
+
+_COMPARED_GROWTH: Final = 16
+"""How much longer each further block is."""
 
 
 def token_array(tokens: Sequence[int] | NDArray[Any] | bytes) -> TokenArray:
@@ -30,6 +37,12 @@ def token_array(tokens: Sequence[int] | NDArray[Any] | bytes) -> TokenArray:
         if len(tokens) % 4:
             raise TypeError(f"packed tokens must be a multiple of 4 bytes, not {len(tokens)}")
         return np.frombuffer(tokens, dtype=_LITTLE_ENDIAN)
+    if isinstance(tokens, list):
+        # A third of numpy's time. What does not fit is left to the code below to explain.
+        try:
+            return np.frombuffer(struct.pack(f"<{len(tokens)}I", *tokens), dtype=_LITTLE_ENDIAN)
+        except struct.error:
+            pass
     try:
         array = np.asarray(tokens)
     except OverflowError as error:
@@ -61,14 +74,14 @@ def pack_tokens(tokens: Sequence[int] | NDArray[Any] | bytes) -> bytes:
 def common_prefix_length(left: TokenArray, right: TokenArray) -> int:
     """Return how many leading tokens of the two arrays are equal.
 
-    Doubling blocks keep the early-mismatch case short and the long-match case vectorised.
+    Equal blocks are compared as bytes, many times as fast as an array of truth values is made.
     """
     limit = min(left.size, right.size)
-    start, block = 0, 64
+    start, block = 0, _COMPARED_FIRST
     while start < limit:
         stop = min(start + block, limit)
-        equal = left[start:stop] == right[start:stop]
-        if not equal.all():
-            return start + int(equal.argmin())
-        start, block = stop, block * 8
+        ours, theirs = left[start:stop], right[start:stop]
+        if ours.tobytes() != theirs.tobytes():
+            return start + int((ours == theirs).argmin())
+        start, block = stop, block * _COMPARED_GROWTH
     return limit

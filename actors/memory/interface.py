@@ -85,7 +85,8 @@ class SharedImage(abc.ABC):
 
         Raises:
             OSError: EBUSY on Linux, while some process maps the image writable: the image stays
-                writable and must not be published. On macOS nobody can tell, see docs/security.md.
+                writable and must not be published. EPERM, where a client has sealed it against
+                seals. On macOS nobody can tell, see docs/security.md.
         """
 
     @abc.abstractmethod

@@ -4,7 +4,10 @@ A view keeps the array's buffer alive and shared: while one exists, MLX copies t
 the next append. Whoever takes a view here drops it before the caller sees the array again.
 """
 
+import ctypes
 import json
+import mmap
+import sys
 from collections.abc import Sequence
 from typing import Any, Final, cast
 
@@ -21,7 +24,15 @@ DTYPE_NAMES: Final[dict[mx.Dtype, str]] = {
 }  # fmt: skip
 """The name that safetensors has for each dtype of MLX."""
 
+HUGE_PAGES_BYTES: Final = 256 * 1024
+"""Buffers from this size on are worth a system call each; neighbours make up huge pages."""
+
 _UNSIGNED: Final = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
+
+
+if sys.platform == "linux":
+    _MADVISE: Final = ctypes.CDLL(None).madvise
+    _MADVISE.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def integers(array: mx.array) -> NDArray[Any]:
@@ -38,6 +49,21 @@ def flat_bytes(view: NDArray[Any]) -> memoryview:
     if view.size == 0:
         return memoryview(b"")
     return np.ascontiguousarray(view).reshape(-1).view(np.uint8).data
+
+
+def prefer_huge_pages(view: NDArray[Any]) -> None:
+    """Ask the system to back a buffer that nobody has touched with huge pages.
+
+    On Linux the first touch of a 4 KiB page costs more than copying its contents: 229 MB into new
+    buffers took 0.25 s of processor time, and 0.09 s with huge pages. It is advice: where the
+    system has none to give, nothing changes.
+    """
+    if sys.platform != "linux" or view.nbytes < HUGE_PAGES_BYTES:
+        return
+    # Outwards to whole pages, so that the ranges of neighbouring buffers join.
+    start = view.ctypes.data & -mmap.PAGESIZE
+    end = -(-(view.ctypes.data + view.nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+    _MADVISE(start, end - start, mmap.MADV_HUGEPAGE)
 
 
 def unfilled(tensors: Sequence[StateTensor]) -> list[mx.array]:

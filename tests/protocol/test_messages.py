@@ -1,5 +1,7 @@
 """The wire messages: each survives the wire, and nothing else passes for one."""
 
+import re
+from pathlib import Path
 from typing import Any, get_args
 
 import msgpack
@@ -189,3 +191,48 @@ def test_the_largest_messages_fit_their_limits() -> None:
         ),
     )
     assert decode(encode(hit), "reply") == hit
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [*get_args(messages.AnyRequest), *get_args(messages.AnyReply)],
+    ids=lambda kind: kind.__name__,
+)
+def test_the_page_has_every_message_with_every_field(kind: type[Message]) -> None:
+    """docs/protocol.md is complete: a heading for each message, and below it each field."""
+    tag = tag_of(kind)
+    sections = {
+        name.strip(): text
+        for heading, _, text in (part.partition("\n") for part in PAGE.split("\n### ")[1:])
+        for name in heading.replace("(one-way)", "").split(",")
+    }
+    assert tag in sections
+    for field in msgspec.structs.fields(kind):
+        if field.name != "boot" or kind in connection.ONE_WAY:
+            assert f"`{field.name}`" in sections[tag], f"{tag}.{field.name}"
+
+
+def test_the_page_has_the_replies_to_every_request() -> None:
+    """docs/protocol.md's table of replies is the code's."""
+    table = PAGE.split("| request | replies |\n|---|---|\n")[1].split("\n\n")[0]
+    shown = {}
+    for row in table.splitlines():
+        requests, replies = (re.findall(r"`([a-z-]+)`", cell) for cell in row.split("|")[1:3])
+        shown.update({request: set(replies) for request in requests})
+    assert shown == {
+        tag_of(request): {tag_of(reply) for reply in replies}
+        for request, replies in connection.REPLIES.items()
+    }
+
+
+def test_the_page_has_the_limits_of_the_code() -> None:
+    """docs/protocol.md's numbers are those that both sides enforce."""
+    for number in (limits.MAX_VALUES, limits.MAX_TOKENS, limits.MAX_TENSORS):
+        assert f"{number:,}" in PAGE
+    assert f"nests at most {limits.MAX_NESTING} containers" in PAGE
+    assert f"at most {limits.MAX_FRAME_BYTES >> 20} MiB" in PAGE
+    for name in connection.CAPABILITIES:
+        assert f"`{name}`" in PAGE

@@ -36,7 +36,7 @@ def make_caches(tokens: Sequence[int], *, layers: int = 2, state: bool = False) 
     for layer in range(layers):
         rows = history[None, :, None] + np.arange(HEADS)[:, None, None] + layer
         keys = (rows + np.arange(WIDTH)).astype(np.float16)
-        cache = {"keys": keys, "values": -keys}
+        cache: NumpyCache = {"keys": keys, "values": -keys}
         if state:
             cache["state"] = np.full((3, 5), history[-1] + layer, dtype=np.float32)
         caches.append(cache)

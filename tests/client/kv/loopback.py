@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx import nn
+from mlx_lm.models import llama
 
 from prefixcached.client.kv import Attachments, Snapshot, restoration, snapshot
 from prefixcached.client.kv.restoration import Restoration
@@ -112,9 +112,28 @@ class Store:
 
 
 @functools.cache
-def build(name: str) -> nn.Module:
-    """Return a model that all tests of a process share; they only forward through it."""
-    return models.build(name)
+def build(name: str) -> Any:
+    """Return a model that all tests of a process share; they only forward through it.
+
+    "llama" is smaller here than the shared one, which takes a second for each call.
+    """
+    if name != "llama":
+        return models.build(name)
+    mx.random.seed(0)
+    model = llama.Model(
+        llama.ModelArgs(
+            model_type="llama",
+            hidden_size=128,
+            num_hidden_layers=2,
+            intermediate_size=128,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            rms_norm_eps=1e-5,
+            vocab_size=models.vocab_size("llama"),
+        )
+    )
+    mx.eval(model.parameters())
+    return model
 
 
 def leaves(caches: Sequence[Any]) -> list[Any]:
@@ -130,7 +149,7 @@ def same_bits(left: mx.array, right: mx.array) -> bool:
     return bytes(np.array(left.view(mx.uint8))) == bytes(np.array(right.view(mx.uint8)))
 
 
-def forward(model: nn.Module, caches: list[Any], tokens: Sequence[int]) -> mx.array:
+def forward(model: Any, caches: list[Any], tokens: Sequence[int]) -> mx.array:
     """Return the logits of ``tokens``, one call."""
     logits: mx.array = model(mx.array(list(tokens))[None], cache=caches)
     mx.eval(logits, [cache.state for cache in caches])
@@ -138,7 +157,7 @@ def forward(model: nn.Module, caches: list[Any], tokens: Sequence[int]) -> mx.ar
 
 
 def prefill(
-    model: nn.Module, caches: list[Any], tokens: Sequence[int], boundaries: Sequence[int] = ()
+    model: Any, caches: list[Any], tokens: Sequence[int], boundaries: Sequence[int] = ()
 ) -> None:
     """Forward ``tokens``, with a call boundary at each of ``boundaries``."""
     bounds = [0, *(b for b in boundaries if 0 < b < len(tokens)), len(tokens)]

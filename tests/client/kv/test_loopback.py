@@ -42,23 +42,23 @@ def assert_same_continuation(
         assert same_bits(forward(model, left, [token]), forward(model, right, [token]))
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
 @pytest.mark.parametrize("boundaries", [(), (33,), tuple(range(9, ENTRY))])
 @pytest.mark.parametrize("name", EVERY_KIND)
-def test_whole_entry(name: str, boundaries: tuple[int, ...], suffix: int) -> None:
+def test_whole_entry(name: str, boundaries: tuple[int, ...]) -> None:
     """T12: at a put's own end a restored cache continues bit for bit as the producer's does."""
     model, tokens = build(name), models.tokens(name, ENTRY + 16)
     producer = make_prompt_cache(model)
     prefill(model, producer, tokens[:ENTRY], boundaries)
     store = Store()
     assert store.put(producer, tokens[:ENTRY], cuts=(7, 20)) == ENTRY
-    restored = store.take(ENTRY)
-    assert [type(cache) for cache in leaves(restored)] == [type(c) for c in leaves(producer)]
-    assert_same_continuation(model, producer, restored, tokens[ENTRY : ENTRY + suffix])
+    for suffix in SUFFIXES:
+        restored, reference = store.take(ENTRY), copy.deepcopy(producer)
+        assert [type(cache) for cache in leaves(restored)] == [type(c) for c in leaves(reference)]
+        assert_same_continuation(model, reference, restored, tokens[ENTRY : ENTRY + suffix])
 
 
 @pytest.mark.parametrize("position", [1, 6, 7, 8, 19, 20, 21, 39])
-@pytest.mark.parametrize("name", ["llama", "deepseek_v32", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "deepseek_v32"])
 def test_prefix_of_an_entry(name: str, position: int) -> None:
     """T5: a prefix at any position continues bit for bit as the producer's cache cut there."""
     model, tokens = build(name), models.tokens(name, ENTRY)
@@ -71,17 +71,18 @@ def test_prefix_of_an_entry(name: str, position: int) -> None:
     assert_same_continuation(model, producer, restored, tokens[position : position + 9] or [1])
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
 @pytest.mark.parametrize("name", ["exaone4", "gemma4", "llama4"])
-def test_prefix_within_a_window(name: str, suffix: int) -> None:
-    """T13: rows beyond need make an earlier position usable, as if the prefill had stopped there."""
+def test_prefix_within_a_window(name: str) -> None:
+    """T13: rows beyond need make an earlier position usable, as if the prefill had ended there."""
     model, tokens = build(name), models.tokens(name, ENTRY)
     stopped, producer = make_prompt_cache(model), make_prompt_cache(model)
     prefill(model, stopped, tokens[:30])
     prefill(model, producer, tokens, boundaries=(30,))
     store = Store()
     store.put(producer, tokens)
-    assert_same_continuation(model, stopped, store.take(30), tokens[30 : 30 + suffix])
+    for suffix in SUFFIXES:
+        reference = copy.deepcopy(stopped)
+        assert_same_continuation(model, reference, store.take(30), tokens[30 : 30 + suffix])
 
 
 def test_extension_and_branch_share_a_prefix() -> None:

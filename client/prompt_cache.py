@@ -1,0 +1,153 @@
+"""A loaded model's share of the cache: binds namespaces to the model and its KV format.
+
+A `PromptCache` owns nothing that changes: its namespaces are computed once, when it is made.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Final
+
+from mlx import nn
+from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
+
+from prefixcached.client.cache import Cache
+from prefixcached.client.fingerprint import fingerprint, is_distributed, namespace
+from prefixcached.client.kv import Attachments, UnsupportedCacheError, description
+from prefixcached.client.results import Declined, Hit, Miss, Stored
+
+DISABLED: Final = "disabled"
+"""Why nothing is stored for a model whose KV cannot be shared."""
+
+_logger = logging.getLogger(__name__)
+
+
+class PromptCache:
+    """Fetch and store the KV of one loaded model.
+
+    Making one reads all weights once (`fingerprint`); who edits weights or loads another adapter
+    afterwards makes a new one.
+
+    Attributes:
+        model: The model.
+        max_kv_size: As mlx-lm's: the size of rotating caches, for models that leave it open.
+        kv_bits: As mlx-lm's: bits of quantised KV, None for plain KV.
+        kv_group_size: As mlx-lm's.
+        quantized_kv_start: As mlx-lm's: KV is plain until this many tokens.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        cache: Cache,
+        salt: str = "",
+        max_kv_size: int | None = None,
+        kv_bits: int | None = None,
+        kv_group_size: int = 64,
+        quantized_kv_start: int = 0,
+    ) -> None:
+        self.model = model
+        self.max_kv_size = max_kv_size
+        self.kv_bits = kv_bits
+        self.kv_group_size = kv_group_size
+        self.quantized_kv_start = quantized_kv_start
+        self._cache = cache
+        self._salt = salt
+        self._fingerprint = ""
+        self._namespaces: tuple[str, ...] = ()
+        if is_distributed(model):
+            _logger.info("the model is one rank of several: its KV is not shared")
+            return
+        try:
+            fresh = self.fresh()
+            self._fingerprint = fingerprint(model)
+            plain, quantised = self._namespace_of(fresh), self._namespace_of(self._quantised(fresh))
+        except (UnsupportedCacheError, NotImplementedError) as error:
+            _logger.warning("KV of this model is not shared: %s", error)
+            return
+        self._namespaces = (plain,) if kv_bits is None else (quantised, plain)
+
+    def fresh(self) -> list[Any]:
+        """Return empty caches for this model."""
+        caches: list[Any] = make_prompt_cache(self.model, self.max_kv_size)
+        return caches
+
+    def fetch(
+        self, tokens: Sequence[int], wait: float = 0.0, session: str | None = None
+    ) -> tuple[list[Any], int]:
+        """Return caches that cover the first tokens of a prompt, and how many.
+
+        Args:
+            tokens: The whole prompt.
+            wait: Seconds to wait for a process that is computing this prompt right now.
+            session: A name for the conversation.
+
+        Returns:
+            The caches and the number of tokens that need no prefill, at most ``len(tokens) - 1``;
+            fresh caches and 0 where nothing is known. Forward ``tokens[reused:]``.
+        """
+        result = self.take(tokens, wait=wait, session=session)
+        if isinstance(result, Hit):
+            return list(result.kv), result.length
+        return self.fresh(), 0
+
+    def take(
+        self, tokens: Sequence[int], wait: float = 0.0, session: str | None = None
+    ) -> Hit | Miss:
+        """Return what `Cache.take` finds for this model; quantised KV first (rule N4)."""
+        result: Hit | Miss = Miss(reason=DISABLED)
+        for name in self._namespaces:
+            is_quantised = name != self._namespaces[-1]
+            if is_quantised and len(tokens) <= self.quantized_kv_start:
+                continue
+            result = self._cache.take(tokens, namespace=name, session=session, wait=wait)
+            if result:
+                break
+            # Whoever computes this prompt ends in the namespace that was asked first.
+            wait = 0.0
+        return result
+
+    def store(
+        self,
+        tokens: Sequence[int],
+        kv: list[Any],
+        *,
+        session: str | None = None,
+        attachments: Attachments | None = None,
+    ) -> Stored | Declined:
+        """Share ``kv``, the caches after forwarding ``tokens``, with every process.
+
+        Raises:
+            ValueError: ``kv`` and ``tokens`` do not belong together (rule P1), or the caches cannot
+                be stored (`UnsupportedCacheError`).
+        """
+        if not self._namespaces:
+            return Declined(reason=DISABLED)
+        is_quantised = any(isinstance(cache, QuantizedKVCache) for cache in kv)
+        return self._cache.put(
+            tokens,
+            kv,
+            namespace=self._namespace_of(kv),
+            session=session,
+            attachments=attachments,
+            minimum_length=self.quantized_kv_start if is_quantised else 0,
+        )
+
+    def _namespace_of(self, kv: Sequence[Any]) -> str:
+        """Return the namespace for the classes that are really there (rule N4)."""
+        classes, _ = description.read(kv)
+        kv_format = classes.decode()
+        if any(isinstance(cache, QuantizedKVCache) for cache in kv):
+            kv_format += f"/quantised from {self.quantized_kv_start}"
+        return namespace(self._fingerprint, kv_format, self._salt)
+
+    def _quantised(self, fresh: Sequence[Any]) -> list[Any]:
+        """Return what mlx-lm turns ``fresh`` into once ``quantized_kv_start`` is reached."""
+        if self.kv_bits is None:
+            return list(fresh)
+        return [
+            cache.to_quantized(group_size=self.kv_group_size, bits=self.kv_bits)
+            if hasattr(cache, "to_quantized")
+            else cache
+            for cache in fresh
+        ]

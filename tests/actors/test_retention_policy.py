@@ -1,0 +1,180 @@
+"""Retention policies, alone and as the core applies them (rule E3)."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from prefixcached.actors.desk import RamConfig
+from prefixcached.actors.retention_policy import (
+    DEFAULT_POLICY,
+    MAX_USES,
+    POLICIES,
+    CostSize,
+    policy_named,
+)
+from prefixcached.protocol import messages as wire
+from tests.support.core import PAGE, Core, small_config
+from tests.support.core_checks import check_core
+from tests.support.core_machine import machine_settings
+from tests.support.core_traffic import ENTRY_TOKENS, entry_of, in_ram, put, read
+
+CAP_PAGES = 6
+
+
+def core_with(policy: str, pages: int = CAP_PAGES) -> Core:
+    return Core(small_config(ram_bytes=pages * PAGE, retention=policy))
+
+
+def test_policies_have_names() -> None:
+    """E3: configuration names a policy; a wrong name is refused with those there are."""
+    assert {"lru", "cost-size"} <= set(POLICIES)
+    assert RamConfig().retention == DEFAULT_POLICY
+    for name, made in POLICIES.items():
+        assert isinstance(policy_named(name), made)
+    with pytest.raises(ValueError, match=r"'mru' is no retention policy; choose one of lru, "):
+        policy_named("mru")
+
+
+def test_lru_evicts_the_least_recently_used() -> None:
+    """E3: with `lru` the last use counts, by a put as by a take, and nothing else."""
+    core = core_with("lru", pages=3)
+    for name in (1, 2, 3):
+        put(core, name)
+    read(core, 2)
+    read(core, 2)
+    put(core, 1)
+    read(core, 3)
+    put(core, 4)
+    assert in_ram(core) == {1, 3, 4}
+
+
+def test_cost_size_is_greedy_dual() -> None:
+    """E3: priority = age + length x uses / bytes, and the age rises to the evicted priority."""
+    core = core_with("cost-size", pages=4)
+    policy = core.index._policy  # the state of the formula is the policy's own
+    assert isinstance(policy, CostSize)
+    put(core, 1, pages=2)
+    long_lived = entry_of(core, 1)
+    assert long_lived is not None
+    value = 2 * ENTRY_TOKENS / (2 * PAGE / (1 << 20))
+    assert long_lived.priority == pytest.approx(value)
+    read(core, 1, pages=2)
+    assert long_lived.priority == pytest.approx(2 * value)
+    put(core, 2)
+    put(core, 3)
+    put(core, 4)
+    assert in_ram(core) == {1, 3, 4}
+    assert policy.age == pytest.approx(value)
+    newest = entry_of(core, 4)
+    assert newest is not None
+    assert newest.priority == pytest.approx(2 * value)
+
+
+def test_cost_size_lets_what_is_not_used_any_more_go() -> None:
+    """E3: the age overtakes an entry that was valuable once."""
+    core = core_with("cost-size", pages=3)
+    put(core, 1)
+    for _ in range(3):
+        read(core, 1)
+    names = iter(range(2, 100))
+    while 1 in in_ram(core):
+        put(core, next(names))
+    assert next(names) < 20
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_puts_are_no_uses(policy: str) -> None:
+    """E9: storing a path over and over does not make it popular."""
+    core = core_with(policy)
+    put(core, 1)
+    entry = entry_of(core, 1)
+    assert entry is not None
+    for _ in range(5):
+        assert put(core, 1) == wire.Stored(new_bytes=0, length=ENTRY_TOKENS)
+    assert entry.uses == 0
+    read(core, 1)
+    assert entry.uses == 1
+
+
+class Model:
+    """One policy over flat entries, as its definition reads."""
+
+    def __init__(self, priority: Callable[["Model", int], float]) -> None:
+        self.priority_of = priority
+        self.clock = 0
+        self.age = 0.0
+        self.pages: dict[int, int] = {}
+        self.uses: dict[int, int] = {}
+        self.used: dict[int, int] = {}
+        self.priority: dict[int, float] = {}
+
+    def use(self, name: int, hits: int) -> None:
+        self.clock += 1
+        self.uses[name] = self.uses.get(name, 0) + hits
+        self.used[name] = self.clock
+        self.priority[name] = self.priority_of(self, name)
+
+    def put(self, name: int, pages: int) -> None:
+        if name not in self.pages:
+            if pages > CAP_PAGES:
+                return
+            while sum(self.pages.values()) + pages > CAP_PAGES:
+                victim = min(self.pages, key=lambda n: self.priority[n])
+                self.age = max(self.age, self.priority[victim])
+                del self.pages[victim]
+                del self.uses[victim]
+            self.pages[name] = pages
+        self.use(name, 0)
+
+    def read(self, name: int) -> None:
+        if name in self.pages:
+            self.use(name, 1)
+
+
+def _lru(model: Model, name: int) -> float:
+    return float(model.used[name])
+
+
+def _cost_size(model: Model, name: int) -> float:
+    pages = model.pages[name]
+    value = ENTRY_TOKENS * pages * (1 + model.uses[name]) / (pages * PAGE / (1 << 20))
+    return model.age + value + model.used[name] * 1e-9
+
+
+def _frequency(model: Model, name: int) -> float:
+    return model.age + 1 + min(model.uses[name], MAX_USES) + model.used[name] * 1e-9
+
+
+MODELS = {"lru": _lru, "cost-size": _cost_size, "frequency": _frequency}
+
+
+class PolicyMachine(RuleBasedStateMachine):
+    """E3: the core with a policy keeps what the policy's definition keeps."""
+
+    @initialize(policy=st.sampled_from(sorted(MODELS)))
+    def start(self, policy: str) -> None:
+        self.core = core_with(policy)
+        self.model = Model(MODELS[policy])
+
+    @rule(name=st.integers(1, 12))
+    def put(self, name: int) -> None:
+        put(self.core, name, pages=1 + name % 4)
+        self.model.put(name, 1 + name % 4)
+
+    @rule(name=st.integers(1, 12))
+    def read(self, name: int) -> None:
+        hit = read(self.core, name, pages=1 + name % 4)
+        assert bool(hit) is (name in self.model.pages)
+        self.model.read(name)
+
+    @invariant()
+    def same(self) -> None:
+        if hasattr(self, "core"):
+            assert in_ram(self.core) == set(self.model.pages)
+            check_core(self.core)
+
+
+TestPolicies = PolicyMachine.TestCase
+TestPolicies.settings = machine_settings(60)

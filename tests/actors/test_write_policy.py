@@ -1,0 +1,169 @@
+"""The writer's decisions: order, delays, the daily budget, the pauses."""
+
+import random
+
+from prefixcached.actors.write_policy import WINDOW_HOURS, BackOff, WriteMeter, WriteQueue
+from prefixcached.protocol.actor_messages import (
+    ClearNamespace,
+    DeleteFile,
+    Envelope,
+    WriteImage,
+)
+from tests.support.store_samples import segment
+
+HOUR = 3600.0
+
+
+def write(seed: int, namespace: str = "demo") -> Envelope:
+    one = segment(seed=seed, namespace=namespace)
+    return Envelope(WriteImage(one.header, one.tokens, one.schema))
+
+
+def delete(id_: str) -> Envelope:
+    return Envelope(DeleteFile(id_, "path", 1))
+
+
+def test_writes_wait_for_their_delay() -> None:
+    """A tail that may yet be absorbed is not written before its time."""
+    queue = WriteQueue()
+    first = write(1)
+    queue.add_write(first, not_before=5.0)
+    assert queue.next(4.9) is None
+    assert queue.next_deadline == 5.0
+    assert queue.next(5.0) is first
+    assert queue.next_deadline is None
+
+
+def test_a_due_write_overtakes_a_delayed_one() -> None:
+    """A write that is due does not wait for the delay of an earlier one."""
+    queue = WriteQueue()
+    delayed, due = write(1), write(2)
+    queue.add_write(delayed, not_before=5.0)
+    queue.add_write(due, not_before=0.0)
+    assert queue.next(1.0) is due
+    assert queue.next(1.0) is None
+
+
+def test_deletions_wait_for_earlier_writes() -> None:
+    """D8: a deletion comes after every write before it, and nothing overtakes it."""
+    queue = WriteQueue()
+    before, deletion, after = write(1), delete("x"), write(2)
+    queue.add_write(before, not_before=5.0)
+    queue.add_delete(deletion)
+    queue.add_write(after, not_before=0.0)
+    assert queue.next(1.0) is None
+    assert queue.next_deadline == 5.0
+    assert [queue.next(5.0) for _ in range(4)] == [before, deletion, after, None]
+
+
+def test_sync_voids_delays() -> None:
+    """P8: a flush does not wait for delays; what is queued later has its own again."""
+    queue = WriteQueue()
+    first, second = write(1), write(2)
+    queue.add_write(first, not_before=5.0)
+    queue.hurry()
+    queue.add_write(second, not_before=5.0)
+    assert queue.next(0.0) is first
+    assert queue.next(0.0) is None
+
+
+def test_a_cancelled_write_is_gone() -> None:
+    """A tail absorbed before it was written is never written."""
+    queue = WriteQueue()
+    first = write(1)
+    queue.add_write(first, not_before=5.0)
+    assert queue.cancel("0" * 32) is None
+    assert queue.cancel(first.message.header.id) is first.message  # type: ignore[attr-defined]
+    assert queue.next(9.0) is None
+    assert len(queue) == queue.writes == 0
+
+
+def test_a_clear_drops_its_namespace_and_goes_before_other_writes() -> None:
+    """D11: what a clear makes pointless is not written; deletions before it stay before it."""
+    queue = WriteQueue()
+    mine, deletion, other, clear = write(1, "a"), delete("x"), write(2, "b"), ClearNamespace("a", 1)
+    queue.add_write(write(3, "b"), not_before=9.0)
+    queue.add_write(mine, not_before=0.0)
+    queue.add_delete(deletion)
+    queue.add_write(other, not_before=0.0)
+    assert queue.add_clear(Envelope(clear), "a") == [mine.message]
+    order = [queue.next(0.0) for _ in range(5)]
+    assert order[1] is deletion
+    assert order[2] is not None
+    assert order[2].message is clear
+    assert order[3] is other
+    assert order[4] is None
+
+
+def test_a_clear_of_everything_drops_every_write() -> None:
+    """D11: nothing queued before a clear of everything is written."""
+    queue = WriteQueue()
+    envelopes = [write(seed, f"n{seed}") for seed in range(3)]
+    for envelope in envelopes:
+        queue.add_write(envelope, not_before=0.0)
+    dropped = queue.add_clear(Envelope(ClearNamespace(None, 1)), None)
+    assert dropped == [envelope.message for envelope in envelopes]
+    assert len(queue) == 1
+
+
+def test_the_meter_stops_at_its_budget() -> None:
+    """D6: what would exceed the budget of 24 hours is refused until the window has moved."""
+    meter = WriteMeter(100)
+    assert meter.allows(100, 0.0)
+    meter.record(60, 0.0)
+    meter.record(40, 5 * HOUR)
+    assert not meter.allows(1, 23 * HOUR)
+    assert meter.allows(60, WINDOW_HOURS * HOUR)
+    assert not meter.allows(61, WINDOW_HOURS * HOUR)
+    assert meter.written_bytes((WINDOW_HOURS + 5) * HOUR) == 0
+
+
+def test_no_budget_is_no_bound_but_is_counted() -> None:
+    """D6: without a budget everything is allowed, and still measured."""
+    meter = WriteMeter(None)
+    meter.record(1 << 50, 0.0)
+    assert meter.allows(1 << 50, 0.0)
+    assert meter.written_bytes(0.0) == 1 << 50
+
+
+def test_the_meter_survives_a_restart() -> None:
+    """D6: a restart does not reset the budget; a damaged meter counts as empty."""
+    meter = WriteMeter(100)
+    meter.record(70, 10 * HOUR)
+    again = WriteMeter(100, meter.encode())
+    assert again.written_bytes(11 * HOUR) == 70
+    for damaged in (b"{", b"[]", b'{"hours":{"x":1}}', b"\xff"):
+        assert WriteMeter(100, damaged).written_bytes(0.0) == 0
+
+
+def test_a_clock_set_back_keeps_the_count() -> None:
+    """D6: bytes counted under a later clock are counted as written now, once."""
+    meter = WriteMeter(100)
+    meter.record(70, 1000 * HOUR)
+    assert meter.written_bytes(10 * HOUR) == 70
+    assert meter.written_bytes((10 + WINDOW_HOURS) * HOUR) == 0
+
+
+def test_the_meter_never_exceeds_its_budget_in_any_window() -> None:
+    """D6: whatever is asked when, no 24 hours on the clock's hours exceed the budget."""
+    source = random.Random(1)
+    meter = WriteMeter(1000)
+    written: list[tuple[float, int]] = []
+    now = 0.0
+    for _ in range(2000):
+        now += source.random() * HOUR
+        nbytes = source.randrange(1, 200)
+        if meter.allows(nbytes, now):
+            meter.record(nbytes, now)
+            written.append((now, nbytes))
+        recent = sum(n for at, n in written if at > now - (WINDOW_HOURS - 1) * HOUR)
+        assert recent <= 1000
+    assert len(written) > 100
+
+
+def test_pauses_grow_to_their_bound() -> None:
+    """D7: a failing disk is tried ever more rarely, and from the start after a success."""
+    back_off = BackOff(1.0, 5.0)
+    assert [back_off.failed(10.0) for _ in range(5)] == [11.0, 12.0, 14.0, 15.0, 15.0]
+    back_off.succeeded()
+    assert back_off.failed(0.0) == 1.0

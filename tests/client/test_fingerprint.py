@@ -1,0 +1,159 @@
+"""What determines a namespace, and what does not (rules N2 and N3)."""
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx import nn
+from mlx.utils import tree_map
+from mlx_lm.models import llama
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+from prefixcached.client.fingerprint import fingerprint, is_distributed, namespace, namespace_for
+from prefixcached.protocol.limits import MAX_NAMESPACE_BYTES
+
+ARGS = llama.ModelArgs(
+    model_type="llama",
+    hidden_size=32,
+    num_hidden_layers=2,
+    intermediate_size=64,
+    num_attention_heads=2,
+    rms_norm_eps=1e-5,
+    vocab_size=50,
+)
+
+
+def model(args: llama.ModelArgs = ARGS) -> Any:
+    mx.random.seed(3)
+    return llama.Model(args)
+
+
+def edited(edit: Callable[[Any], None]) -> str:
+    changed = model()
+    edit(changed)
+    return fingerprint(changed)
+
+
+def test_same_weights_agree() -> None:
+    """N2: two loads of the same weights have one fingerprint, used or not."""
+    used = model()
+    used(mx.array([[1, 2, 3]]))
+    used.eval()
+    used.freeze()
+    assert fingerprint(used) == fingerprint(model())
+
+
+def test_another_process_agrees() -> None:
+    """N2: nothing of the process is in a fingerprint, hash seeds and addresses included."""
+    code = "from tests.client.test_fingerprint import *; print(fingerprint(model()))"
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    assert told == fingerprint(model())
+
+
+def _swap_rows(m: Any) -> None:
+    weight = m.layers[1].mlp.up_proj.weight
+    m.layers[1].mlp.up_proj.weight = weight[mx.array([1, 0, *range(2, weight.shape[0])])]
+
+
+def _swap_columns(m: Any) -> None:
+    weight = m.layers[1].mlp.up_proj.weight
+    m.layers[1].mlp.up_proj.weight = weight[:, mx.array([1, 0, *range(2, weight.shape[1])])]
+
+
+def _one_bit(m: Any) -> None:
+    words = m.model.embed_tokens.weight.view(mx.uint32)
+    words[7, 3] = words[7, 3] ^ 1
+    m.model.embed_tokens.weight = words.view(mx.float32)
+
+
+def _norm(m: Any) -> None:
+    m.model.norm.weight = m.model.norm.weight * 2
+
+
+def _layers(m: Any) -> None:
+    m.model.layers = m.model.layers[::-1]
+
+
+def _half(m: Any) -> None:
+    m.set_dtype(mx.bfloat16)
+
+
+def _quantise(m: Any) -> None:
+    nn.quantize(m, group_size=32, bits=4)
+
+
+def _adapter(m: Any) -> None:
+    m.freeze()
+    linear_to_lora_layers(m, 1, {"rank": 2, "scale": 10.0, "dropout": 0.0})
+
+
+@pytest.mark.parametrize(
+    "edit", [_swap_rows, _swap_columns, _one_bit, _norm, _layers, _half, _quantise, _adapter]
+)
+def test_live_weights_count(edit: Callable[[Any], None]) -> None:
+    """N3: whatever was done to the weights in memory is seen, though name and shape agree."""
+    assert edited(edit) != fingerprint(model())
+
+
+def test_an_adapters_scale_counts() -> None:
+    """N2: two adapters with equal weights and different scales differ."""
+
+    def scaled(m: Any) -> None:
+        mx.random.seed(5)
+        _adapter(m)
+        m.layers[-1].self_attn.q_proj.scale = 20.0
+
+    def unscaled(m: Any) -> None:
+        mx.random.seed(5)
+        _adapter(m)
+
+    assert edited(scaled) != edited(unscaled) == edited(unscaled)
+
+
+def test_arguments_count() -> None:
+    """N2: the same weights under another configuration are another model."""
+    changed = model(dataclasses.replace(ARGS, rope_theta=5000.0))
+    assert tree_map(lambda x: x.shape, changed.parameters()) == tree_map(
+        lambda x: x.shape, model().parameters()
+    )
+    assert fingerprint(changed) != fingerprint(model())
+
+
+def test_class_counts() -> None:
+    """N2: the same weights and arguments in another class are another model."""
+
+    class Model(llama.Model):  # type: ignore[misc]
+        """Computes something else, perhaps."""
+
+    changed = model()
+    changed.__class__ = Model
+    assert fingerprint(changed) != fingerprint(model())
+
+
+def test_namespaces() -> None:
+    """N1: format and salt keep KV apart, and a namespace always fits."""
+    names = {
+        namespace_for(model(), "plain"),
+        namespace_for(model(), "plain", "a"),
+        namespace_for(model(), "plain", "b" * 1000),
+        namespace_for(model(), "plain", "b" * 999 + "c"),
+        namespace_for(model(), "quantised", "ä\n/"),
+        namespace("x", "plain", ""),
+        namespace("", "xplain", ""),
+    }
+    assert len(names) == 7
+    assert all(len(name.encode()) <= MAX_NAMESPACE_BYTES and name.isprintable() for name in names)
+
+
+def test_one_rank_of_several() -> None:
+    """N3: a model that holds one rank's share is known as such."""
+    assert not is_distributed(model())
+    pipelined = model()
+    pipelined.model.pipeline_size = 2
+    assert is_distributed(pipelined)

@@ -1,0 +1,240 @@
+"""`generate` and `stream_generate`: mlx-lm's answers, with KV from a real daemon (DESIGN 6)."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from prefixcached.client import Cache, connect
+from prefixcached.client.mlx_lm import generate, stream_generate
+from prefixcached.client.prompt_cache import PromptCache
+from tests.client.kv.loopback import build, prefill
+from tests.client.word_tokenizer import word_tokenizer
+from tests.support import models
+from tests.support.daemon_process import DaemonProcess
+
+
+@pytest.fixture
+def cache(daemon: DaemonProcess) -> Iterator[Cache]:
+    with connect(daemon.socket, fail_open=False) as connected:
+        yield connected
+
+
+class Session:
+    """One tiny model and its prompts."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.model = build(name)
+        self.tokenizer = word_tokenizer(models.vocab_size(name))
+        self.prompt = models.tokens(name, 60)
+
+    def plain(self, prompt: list[int], **options: Any) -> list[int]:
+        responses = mlx_lm.stream_generate(self.model, self.tokenizer, prompt, **options)
+        return [response.token for response in responses]
+
+    def shared(self, prompt: list[int], **options: Any) -> tuple[list[int], int]:
+        """Return the answer's tokens and how many of the prompt's were reused."""
+        seen: list[tuple[int, int]] = []
+
+        def progress(processed: int, total: int) -> None:
+            seen.append((processed, total))
+
+        responses = list(
+            stream_generate(
+                self.model, self.tokenizer, prompt, prompt_progress_callback=progress, **options
+            )
+        )
+        assert {total for _, total in seen} == {len(prompt)}
+        assert [processed for processed, _ in seen] == sorted(processed for processed, _ in seen)
+        assert seen[-1] == (len(prompt), len(prompt))
+        assert {response.prompt_tokens for response in responses} == {len(prompt)}
+        return [response.token for response in responses], seen[0][0]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma4", "llama4"])
+def test_conversation(cache: Cache, name: str) -> None:
+    """T1: a second run reuses all but one token, and a next turn the answer as well."""
+    session = Session(name)
+    first = session.plain(session.prompt, max_tokens=6)
+    assert session.shared(session.prompt, max_tokens=6, cache=cache) == (first, 0)
+    assert session.shared(session.prompt, max_tokens=6, cache=cache) == (first, 59)
+    turn = [*session.prompt, *first, 5, 6, 7]
+    second, reused = session.shared(turn, max_tokens=6, cache=cache)
+    assert reused == 66
+    # What the shared cache resumes, mlx-lm alone resumes alike.
+    kv = make_prompt_cache(session.model)
+    assert session.plain(session.prompt, max_tokens=6, prompt_cache=kv) == first
+    assert session.plain(turn[66:], max_tokens=6, prompt_cache=kv) == second
+
+
+def test_stop_token_is_stored(cache: Cache) -> None:
+    """FIELD 2: the stored KV ends with the stop token."""
+    session = Session("llama")
+    first = session.plain(session.prompt, max_tokens=6)
+    # The last token that appears for the first time ends the answer.
+    end = max(first.index(token) for token in first)
+    session.tokenizer = TokenizerWrapper(session.tokenizer, eos_token_ids=[first[end]])
+    answer, _ = session.shared(session.prompt, max_tokens=6, cache=cache)
+    assert answer == first[: end + 1]
+    prompt = [*session.prompt, *answer, 9]
+    assert session.shared(prompt, max_tokens=1, cache=cache)[1] == len(prompt) - 1
+
+
+def test_caller_stops_early(cache: Cache) -> None:
+    """FIELD 2: closing the generator stores the prompt and what was yielded."""
+    session = Session("llama")
+    responses = stream_generate(
+        session.model, session.tokenizer, session.prompt, max_tokens=50, cache=cache
+    )
+    yielded = [next(responses).token for _ in range(4)]
+    responses.close()
+    assert session.shared([*session.prompt, *yielded, 9], max_tokens=1, cache=cache)[1] == 64
+
+
+def test_failure_in_between_stores_no_answer(cache: Cache) -> None:
+    """P4: an error of the caller's passes through, and only the prompt was stored."""
+    session = Session("llama")
+    responses = stream_generate(
+        session.model, session.tokenizer, session.prompt, max_tokens=50, cache=cache
+    )
+    token = next(responses).token
+    with pytest.raises(KeyError):
+        responses.throw(KeyError("caller"))
+    assert session.shared([*session.prompt, token, 9], max_tokens=1, cache=cache)[1] == 59
+
+
+@pytest.mark.parametrize("step", [7, 2048])
+def test_checkpoints(cache: Cache, step: int) -> None:
+    """DESIGN 6: further positions are shared, where a recurrent model can be resumed."""
+    session = Session("qwen3_next")
+    options: dict[str, Any] = {"max_tokens": 4, "cache": cache, "prefill_step_size": step}
+    session.shared(session.prompt, checkpoints=[40, 20, 200, 0, 59], **options)
+    for shared in (20, 40):
+        branch = [*session.prompt[:shared], 3, 3, 3]
+        kv = make_prompt_cache(session.model)
+        ends = [*range(step, 20, step), 20, *range(20 + step, shared, step)]
+        prefill(session.model, kv, branch[:shared], ends)
+        expected = session.plain(branch[shared:], max_tokens=4, prompt_cache=kv)
+        assert session.shared(branch, **options) == (expected, shared)
+
+
+def test_quantised(cache: Cache) -> None:
+    """N4: with kv_bits, prompts shorter and longer than the start are reused alike."""
+    session = Session("llama")
+    options: dict[str, Any] = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 50}
+    for length in (30, 60):
+        prompt = session.prompt[:length]
+        expected = session.plain(prompt, max_tokens=5, **options)
+        assert session.shared(prompt, max_tokens=5, cache=cache, **options)[0] == expected
+        assert session.shared(prompt, max_tokens=5, cache=cache, **options)[1] == length - 1
+
+
+def test_without_a_daemon(tmp_path: Path) -> None:
+    """C4: with no daemon, generation is plain mlx-lm's."""
+    session = Session("llama")
+    expected = session.plain(session.prompt, max_tokens=5)
+    with connect(tmp_path / "nobody") as nobody:
+        assert session.shared(session.prompt, max_tokens=5, cache=nobody) == (expected, 0)
+
+
+def test_daemon_killed_in_between(daemon: DaemonProcess) -> None:
+    """DESIGN 1.2: a daemon that dies during a generation costs nothing but the store."""
+    session = Session("llama")
+    expected = session.plain(session.prompt, max_tokens=5)
+    with connect(daemon.socket) as cache:
+        responses = stream_generate(
+            session.model, session.tokenizer, session.prompt, max_tokens=5, cache=cache
+        )
+        first = next(responses).token
+        daemon.kill()
+        assert [first, *(response.token for response in responses)] == expected
+
+
+def test_bypasses(cache: Cache) -> None:
+    """DESIGN 6: what the cache would answer wrongly is generated without it."""
+    session = Session("llama")
+    options: dict[str, Any] = {"max_tokens": 5, "cache": cache}
+    forbidden = mx.array([session.plain(session.prompt, max_tokens=1)[0]])
+
+    def processor(tokens: mx.array, logits: mx.array) -> mx.array:
+        assert tokens.tolist()[:60] == session.prompt
+        logits[..., forbidden] = -mx.inf
+        return logits
+
+    expected = session.plain(session.prompt, max_tokens=5, logits_processors=[processor])
+    for _ in range(2):
+        told = session.shared(session.prompt, logits_processors=[processor], **options)
+        assert told == (expected, 0)
+    drafted = list(
+        stream_generate(
+            session.model, session.tokenizer, session.prompt, draft_model=session.model, **options
+        )
+    )
+    assert [r.token for r in drafted] == session.plain(session.prompt, max_tokens=5)
+
+
+def test_text_and_verbose(cache: Cache, capsys: pytest.CaptureFixture[str]) -> None:
+    """DESIGN 6: `generate` takes text, returns text, and tells what mlx-lm tells."""
+    session = Session("llama")
+    text = " ".join(map(str, session.prompt))
+    expected = mlx_lm.generate(session.model, session.tokenizer, text, max_tokens=5)
+    for verbose in (False, True):
+        told = generate(session.model, session.tokenizer, text, verbose, max_tokens=5, cache=cache)
+        assert told == expected
+    printed = capsys.readouterr().out
+    assert expected in printed
+    assert "Prompt: 60 tokens" in printed
+    assert generate(session.model, session.tokenizer, text, max_tokens=5) == expected
+
+
+def test_prompt_cache_object(cache: Cache) -> None:
+    """DESIGN 6: a `PromptCache` saves reading the weights, and its settings count."""
+    session = Session("llama")
+    shared = PromptCache(session.model, cache=cache, kv_bits=8, kv_group_size=32)
+    expected = session.plain(
+        session.prompt, max_tokens=5, kv_bits=8, kv_group_size=32, quantized_kv_start=0
+    )
+    assert session.shared(session.prompt, max_tokens=5, cache=shared) == (expected, 0)
+    assert session.shared(session.prompt, max_tokens=5, cache=shared) == (expected, 59)
+    with pytest.raises(ValueError, match="kv_bits=4 contradicts"):
+        stream_generate(session.model, session.tokenizer, [1, 2], cache=shared, kv_bits=4)
+    with pytest.raises(ValueError, match="another model"):
+        stream_generate(build("llama4"), session.tokenizer, [1, 2], cache=shared)
+    with pytest.raises(ValueError, match="prompt_cache="):
+        stream_generate(session.model, session.tokenizer, [1, 2], cache=shared, prompt_cache=[])
+
+
+def test_trouble_in_storing_is_logged(cache: Cache, caplog: pytest.LogCaptureFixture) -> None:
+    """DESIGN 1.2: KV that cannot be stored costs a log line, never the answer."""
+    session = Session("llama")
+    expected = session.plain(session.prompt, max_tokens=5)
+    shared = PromptCache(session.model, cache=cache)
+
+    def progress(processed: int, total: int) -> None:
+        if processed == total:
+            # What a broken model might do: one layer forgets a part of the prompt.
+            kv[0].trim(30)
+
+    kv, _ = shared.fetch(session.prompt)
+    original = shared.fetch
+    shared.fetch = lambda *_, **__: (kv, 0)  # type: ignore[method-assign]
+    with caplog.at_level(logging.WARNING):
+        responses = stream_generate(
+            session.model,
+            session.tokenizer,
+            session.prompt,
+            max_tokens=5,
+            cache=shared,
+            prompt_progress_callback=progress,
+        )
+        assert next(responses).token == expected[0]
+        responses.close()
+    shared.fetch = original  # type: ignore[method-assign]
+    assert "is not shared" in caplog.text

@@ -1,0 +1,595 @@
+"""State machines over the core: several clients, and a disk that does what the test says.
+
+`ClientMachine` drives clients of a RAM-only core. `DiskMachine` adds the SSD tier with injected
+outcomes, lost files and restarts. The model is plain: which token sequences were stored, from which
+every byte of every hit follows, and what is resumable by definition (`longest_by_definition`).
+"""
+
+import os
+import random
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from prefixcached.protocol import messages as wire
+from prefixcached.protocol.image import ImageKind, ImageSpec
+from prefixcached.protocol.tokens import pack_tokens
+from tests.support.core import PAGE, Core, FakeMemory, Slot, fetch_all, fill, small_config
+from tests.support.core_checks import (
+    check_core,
+    check_disk,
+    check_disk_idle,
+    check_idle,
+    longest_by_definition,
+)
+from tests.support.core_disk import FakeDisk
+from tests.support.core_payload import (
+    HEAVY_STATE,
+    SCHEMAS,
+    STATE,
+    Tokens,
+    encoded,
+    image_bytes,
+    offered_rows,
+    verify_hit,
+)
+
+SESSIONS = st.integers(1, 4)
+
+EXAMPLES = {"default": 40, "thorough": 2000}
+"""Runs of each machine; PREFIXCACHED_HYPOTHESIS=thorough asks for more."""
+
+
+def machine_settings(steps: int = 40) -> settings:
+    """Bounded: the whole suite of the core stays under a minute by default."""
+    profile = os.environ.get("PREFIXCACHED_HYPOTHESIS", "default")
+    return settings(
+        max_examples=EXAMPLES[profile], stateful_step_count=steps, deadline=None,
+        suppress_health_check=list(HealthCheck), derandomize=profile == "default",
+        report_multiple_bugs=False,
+    )  # fmt: skip
+
+
+@dataclass(slots=True, eq=False)
+class Granted:
+    """A put that its client has filled, or not."""
+
+    session: int
+    number: int
+    namespace: str
+    tokens: Tokens
+    is_resumable: bool
+    committing: Slot | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Lent:
+    """A lease and what it must go on showing."""
+
+    session: int
+    hit: wire.Hit
+    namespace: str
+    tokens: Tokens
+    descriptors: list[int]
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """A request that has not been answered."""
+
+    session: int
+    request: Any
+    tokens: Tokens
+    slot: Slot
+    is_resumable: bool = False
+
+
+class ClientMachine(RuleBasedStateMachine):
+    """Clients of a core without a disk."""
+
+    ssd_caps: tuple[int, ...] = (0,)
+
+    @initialize(
+        schemas=st.lists(st.sampled_from(sorted(SCHEMAS)), min_size=1, max_size=2, unique=True),
+        ram_pages=st.sampled_from([4000, 4000, 40, 16, 6]),
+        images=st.sampled_from([4000, 4000, 30, 8]),
+        ssd_cap=st.integers(0, 3),
+        segment_bytes=st.sampled_from([1 << 20, 6000, 3000]),
+        auto=st.booleans(),
+        promote=st.sampled_from(["second-hit", "always", "never"]),
+        delay=st.sampled_from([0.0, 0.5]),
+    )
+    def start(
+        self, schemas: list[str], ram_pages: int, images: int, ssd_cap: int, segment_bytes: int,
+        auto: bool, promote: str, delay: float,
+    ) -> None:  # fmt: skip
+        self.config = small_config(
+            ram_bytes=ram_pages * PAGE, max_images=images,
+            ssd_bytes=self.ssd_caps[ssd_cap % len(self.ssd_caps)], segment_max_bytes=segment_bytes,
+            segment_min_tokens=6, promote=promote, write_delay_seconds=delay, idle_seconds=30.0,
+        )  # fmt: skip
+        self.auto = auto
+        self.core = Core(self.config, auto_seal=auto, auto_free=auto)
+        self.namespaces = [f"{schema}/{salt}" for schema in schemas for salt in "ab"]
+        self.known: list[Tokens] = [(5, 6)]
+        self.visible: dict[str, set[Tokens]] = {name: set() for name in self.namespaces}
+        self.granted: list[Granted] = []
+        self.lent: list[Lent] = []
+        self.pins: list[tuple[int, int]] = []
+        self.pending: list[Pending] = []
+        self.versions = count(1)
+        self.started()
+
+    def started(self) -> None:
+        """What a machine over more than the core sets up."""
+
+    def cleared(self, name: str | None) -> None:
+        """What a machine over more than the core forgets."""
+
+    # -- choices --------------------------------------------------------------------------------
+
+    def namespace_of(self, choice: int) -> str:
+        return self.namespaces[choice % len(self.namespaces)]
+
+    def tokens_of(self, stem: int, cut: int, tail: list[int]) -> Tokens:
+        """A known sequence, the latest first, mostly whole, and a continuation."""
+        base = self.known[-1 - stem % len(self.known)]
+        tokens = (base[: len(base) - cut % len(base)] + tuple(tail))[:60]
+        return tokens or (7,)
+
+    def is_free(self, session: int) -> bool:
+        """Whether the session has no request pending: it has one at a time."""
+        waiting = any(p.session == session for p in self.pending)
+        return not waiting and not any(
+            g.session == session and g.committing is not None for g in self.granted
+        )
+
+    choices = {
+        "stem": st.one_of(st.integers(0, 3), st.integers(0, 50)),
+        "cut": st.one_of(st.just(0), st.integers(0, 3), st.integers(0, 60)),
+        "tail": st.lists(st.integers(1, 2), max_size=14),
+        "space": st.sampled_from([0, 0, 0, 0, 1, 2, 3]),
+    }  # fmt: skip
+
+    # -- clients --------------------------------------------------------------------------------
+
+    @rule(
+        session=SESSIONS, **choices, extra=st.integers(0, 9), lacks=st.integers(0, 9),
+        checkpoint=st.sampled_from([True, True, False]), heavy=st.booleans(),
+        attachments=st.integers(0, 4), minimum=st.integers(0, 12),
+        seconds=st.sampled_from([5.0, 5.0, 0.0]), is_whole=st.sampled_from([True, True, False]),
+    )  # fmt: skip
+    def put(
+        self, session: int, stem: int, cut: int, tail: list[int], space: int, extra: int,
+        lacks: int, checkpoint: bool, heavy: bool, attachments: int, minimum: int, seconds: float,
+        is_whole: bool,
+    ) -> None:  # fmt: skip
+        """Offer, and mostly commit at once."""
+        if not self.is_free(session):
+            return
+        namespace, tokens = self.namespace_of(space), self.tokens_of(stem, cut, tail)
+        schema_name = namespace.split("/")[0]
+        schema, length = SCHEMAS[schema_name], len(tokens)
+        spec = None
+        with_attachments = attachments == 4
+        if with_attachments or (schema.has_state and checkpoint):
+            metadata = b"%d" % next(self.versions) if with_attachments else b""
+            spec = ImageSpec(
+                ImageKind.CHECKPOINT, length, length, metadata=metadata,
+                tensors=(HEAVY_STATE if heavy else STATE,),
+            )  # fmt: skip
+        windows = tuple(
+            offered_rows(window, length if lacks else max(1, length - 1), extra)
+            for window in schema.windows
+        )
+        offer = wire.Offer(
+            namespace, pack_tokens(tokens), encoded(schema_name), windows=windows, checkpoint=spec,
+            attachments=with_attachments, minimum=min(minimum, length) if minimum > 9 else 0,
+            seconds_left=seconds,
+        )  # fmt: skip
+        if tokens not in self.known:
+            self.known.append(tokens)
+        resumable = spec is not None or not schema.has_state
+        pending = Pending(session, offer, tokens, self.core.call(session, offer), resumable)
+        self.pending.append(pending)
+        self.collect()
+        if is_whole and isinstance(pending.slot.reply, wire.Grant):
+            self.commit_one(self.granted[-1])
+
+    @precondition(lambda self: self.granted)
+    @rule(which=st.integers(0, 20))
+    def commit(self, which: int) -> None:
+        self.commit_one(self.granted[which % len(self.granted)])
+
+    def commit_one(self, put: Granted) -> None:
+        if put.committing is None and self.is_free(put.session):
+            put.committing = self.core.call(put.session, wire.Commit(put.number))
+            self.collect()
+
+    @precondition(lambda self: self.granted)
+    @rule(which=st.integers(0, 20))
+    def abandon(self, which: int) -> None:
+        put = self.granted[which % len(self.granted)]
+        if put.committing is None:
+            self.core.send_one_way(put.session, wire.Abandon(put.number))
+            self.granted.remove(put)
+            self.collect()
+
+    @rule(session=SESSIONS, **choices)
+    def take(self, session: int, stem: int, cut: int, tail: list[int], space: int) -> None:
+        if not self.is_free(session):
+            return
+        namespace, tokens = self.namespace_of(space), self.tokens_of(stem, cut, tail)
+        self.check_definition(namespace, tokens)
+        request = wire.Take(namespace, pack_tokens(tokens))
+        expected = longest_by_definition(self.core, namespace, tokens, len(tokens) - 1)
+        pending = Pending(session, request, tokens, self.core.call(session, request))
+        reply = pending.slot.reply
+        if isinstance(reply, wire.Hit):
+            assert reply.length == expected
+        elif reply is not None:
+            assert isinstance(reply, wire.Miss)
+            assert expected == 0
+        self.pending.append(pending)
+        self.collect()
+
+    @rule(session=SESSIONS, **choices)
+    def prefetch(self, session: int, stem: int, cut: int, tail: list[int], space: int) -> None:
+        if self.is_free(session):
+            namespace, tokens = self.namespace_of(space), self.tokens_of(stem, cut, tail)
+            request = wire.Prefetch(namespace, pack_tokens(tokens))
+            self.pending.append(
+                Pending(session, request, tokens, self.core.call(session, request))
+            )
+            self.collect()
+
+    @precondition(lambda self: self.lent)
+    @rule(which=st.integers(0, 20))
+    def release(self, which: int) -> None:
+        lent = self.lent.pop(which % len(self.lent))
+        self.verify(lent)
+        self.core.send_one_way(lent.session, wire.Release(lent.hit.lease))
+        self.collect()
+
+    @precondition(lambda self: self.pins)
+    @rule(which=st.integers(0, 20))
+    def unpin(self, which: int) -> None:
+        session, pin = self.pins.pop(which % len(self.pins))
+        self.core.send_one_way(session, wire.Unpin(pin))
+        self.collect()
+
+    @rule(session=SESSIONS, really=st.integers(0, 2))
+    def dies(self, session: int, really: int) -> None:
+        if not really:
+            self.die(session)
+
+    def die(self, session: int) -> None:
+        self.core.gone(session)
+        self.lent = [lent for lent in self.lent if lent.session != session]
+        self.pins = [pin for pin in self.pins if pin[0] != session]
+        self.pending = [p for p in self.pending if p.session != session]
+        # What was committed is published all the same.
+        self.granted = [
+            g for g in self.granted if g.session != session or g.committing is not None
+        ]
+        self.collect()
+
+    @rule(space=st.integers(0, 4), really=st.integers(0, 3))
+    def clear(self, space: int, really: int) -> None:
+        if really:
+            return
+        name = None if space == 4 else self.namespace_of(space)
+        self.core.call(99, wire.Clear(name))
+        for namespace in self.namespaces if name is None else [name]:
+            self.visible[namespace].clear()
+            # An offer that waited may have been granted at once: that put is of the new epoch.
+            left = [e for e in self.core.index.entries.values() if e.namespace.name == namespace]
+            assert not left
+        self.cleared(name)
+        self.collect()
+
+    @rule(seconds=st.sampled_from([0.1, 0.6, 3.0, 40.0]))
+    def wait(self, seconds: float) -> None:
+        self.core.advance(seconds)
+        self.collect()
+
+    @precondition(lambda self: self.core.sealing)
+    @rule(fails=st.integers(0, 5))
+    def finish_seal(self, fails: int) -> None:
+        self.core.finish_seal("" if fails else "busy")
+        self.collect()
+
+    @precondition(lambda self: self.core.freeing)
+    @rule()
+    def finish_free(self) -> None:
+        self.core.finish_free()
+        self.collect()
+
+    # -- replies --------------------------------------------------------------------------------
+
+    def collect(self) -> None:
+        """Look at the replies that have come."""
+        for put in [p for p in self.granted if p.committing is not None and p.committing.reply]:
+            self.granted.remove(put)
+            assert put.committing is not None
+            self.committed(put, put.committing.reply)
+        for pending in [p for p in self.pending if p.slot.reply is not None]:
+            self.pending.remove(pending)
+            match pending.slot.reply:
+                case wire.Grant() as grant:
+                    self.fill(pending, grant)
+                case wire.Hit() as hit:
+                    self.hit(pending, hit)
+                case wire.Pinned(pin=pin) if pin is not None:
+                    self.pins.append((pending.session, pin))
+                case wire.Stored(new_bytes=new_bytes, length=length):
+                    assert new_bytes == 0
+                    assert length == len(pending.tokens)
+                    self.is_held(pending.request.namespace, pending.tokens, pending.is_resumable)
+                case _:
+                    pass
+
+    def fill(self, pending: Pending, grant: wire.Grant) -> None:
+        namespace, schema = self.schema_of(pending.request.namespace)
+        images = [image_bytes(schema, spec, namespace, pending.tokens) for spec in grant.images]
+        fill(self.core, pending.session, pending.slot, images)
+        self.granted.append(
+            Granted(
+                pending.session, grant.put, namespace, pending.tokens,
+                pending.is_resumable and pending.request.minimum <= len(pending.tokens),
+            )
+        )  # fmt: skip
+
+    def committed(self, put: Granted, reply: Any) -> None:
+        if isinstance(reply, wire.Stored):
+            assert reply.length == len(put.tokens)
+            self.visible[put.namespace].add(put.tokens)
+            self.is_held(put.namespace, put.tokens, put.is_resumable)
+        else:
+            assert isinstance(reply, wire.Declined)
+
+    def is_held(self, namespace: str, tokens: Tokens, is_resumable: bool) -> None:
+        """What was just stored is resumable at its own end, unless it had to leave at once."""
+        if not is_resumable or self.core.index.counters["evictions"]:
+            return
+        if self.config.ssd_bytes == 0:
+            assert longest_by_definition(self.core, namespace, tokens, len(tokens)) == len(tokens)
+
+    def hit(self, pending: Pending, hit: wire.Hit) -> None:
+        namespace = pending.request.namespace
+        assert 0 < hit.length < len(pending.tokens), "T3"
+        numbers = fetch_all(self.core, pending.session, hit.lease, len(hit.parts), pending.slot)
+        lent = Lent(pending.session, hit, namespace, pending.tokens, numbers)
+        self.verify(lent)
+        self.lent.append(lent)
+
+    def verify(self, lent: Lent) -> None:
+        namespace, schema = self.schema_of(lent.namespace)
+        read = self.core.descriptors.read
+        verify_hit(schema, namespace, lent.tokens, lent.hit, lent.descriptors, read)
+
+    def schema_of(self, namespace: str) -> tuple[str, Any]:
+        return namespace, SCHEMAS[namespace.split("/")[0]]
+
+    def check_definition(self, namespace: str, tokens: Tokens) -> None:
+        """The walk finds what trying every position finds (T1), and nothing uncommitted (P4)."""
+        packed = pack_tokens(tokens)
+        expected = longest_by_definition(self.core, namespace, tokens, len(tokens) - 1)
+        assert self.core.reply(98, wire.Peek(namespace, packed)).length == expected
+        longest = max((_common(tokens, t) for t in self.visible[namespace]), default=0)
+        assert expected <= longest, "found what nobody committed"
+        exact = longest_by_definition(self.core, namespace, tokens, len(tokens)) == len(tokens)
+        length = self.core.reply(98, wire.Contains(namespace, packed)).length
+        assert length == (len(tokens) if exact else 0)
+
+    # -- always ---------------------------------------------------------------------------------
+
+    @invariant()
+    def sound(self) -> None:
+        if hasattr(self, "core"):
+            check_core(self.core)
+            self.core.check_no_livelock()
+
+    def quiet(self) -> None:
+        """Everybody leaves, and what is under way ends."""
+        for session in range(1, 5):
+            self.die(session)
+        while self.core.sealing or self.core.freeing:
+            while self.core.sealing:
+                self.core.finish_seal()
+            while self.core.freeing:
+                self.core.finish_free()
+        self.core.advance(5.0)
+        while self.core.freeing:
+            self.core.finish_free()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        self.quiet()
+        check_core(self.core)
+        check_idle(self.core)
+        self.core.call(99, wire.Clear())
+        while self.core.freeing:
+            self.core.finish_free()
+        assert self.core.index.ram.bytes == 0
+        assert not [m for m in self.core.memories if not m.is_freed]
+
+
+class DiskMachine(ClientMachine):
+    """The same clients over both tiers."""
+
+    ssd_caps = (1 << 30, 1 << 30, 10 * PAGE, 24 * PAGE)
+
+    def started(self) -> None:
+        self.disk = FakeDisk(self.core)
+        self.confirmed: set[tuple[str, Tokens]] = set()
+        self.flushes: list[tuple[int, Slot, set[tuple[str, Tokens]]]] = []
+
+    @rule(fails=st.integers(0, 9))
+    def write(self, fails: int) -> None:
+        self.disk.step(fails=fails <= 1, retry=fails == 0)
+        self.collect()
+
+    @rule()
+    def write_much(self) -> None:
+        self.core.advance(1.0)
+        while self.disk.step():
+            pass
+        self.collect()
+
+    @precondition(lambda self: self.pending_reads())
+    @rule(which=st.integers(0, 20), outcome=st.sampled_from(["good"] * 4 + ["transient", "damaged"]))
+    def read(self, which: int, outcome: str) -> None:
+        names = sorted(self.disk.reads)
+        if outcome == "damaged":
+            self.confirmed.clear()
+        self.disk.finish_read(names[which % len(names)], outcome)
+        self.collect()
+
+    def pending_reads(self) -> bool:
+        self.disk.accept()
+        return bool(self.disk.reads)
+
+    def pending_promotions(self) -> bool:
+        self.disk.accept()
+        return bool(self.disk.promotions)
+
+    @precondition(lambda self: self.pending_promotions())
+    @rule(which=st.integers(0, 20), fails=st.integers(0, 5))
+    def promotion(self, which: int, fails: int) -> None:
+        names = sorted(self.disk.promotions)
+        self.disk.finish_promotion(names[which % len(names)], fails=not fails)
+        self.collect()
+
+    @precondition(lambda self: self.disk.trash_is_due)
+    @rule()
+    def empty_trash(self) -> None:
+        self.disk.empty_trash()
+        self.collect()
+
+    @precondition(lambda self: self.disk.files)
+    @rule(which=st.integers(0, 50))
+    def lose(self, which: int) -> None:
+        paths = sorted(self.disk.files)
+        self.confirmed.clear()
+        self.disk.lose(paths[which % len(paths)])
+
+    @rule(healthy=st.booleans())
+    def health(self, healthy: bool) -> None:
+        self.disk.set_healthy(healthy)
+        self.collect()
+
+    @rule(session=SESSIONS)
+    def flush(self, session: int) -> None:
+        if not self.is_free(session):
+            return
+        known = {
+            (namespace, tokens) for namespace, stored in self.visible.items() for tokens in stored
+            if longest_by_definition(self.core, namespace, tokens, len(tokens)) == len(tokens)
+        }  # fmt: skip
+        slot = self.core.call(session, wire.Flush(60.0))
+        evictions = self.losses()
+        self.flushes.append((evictions, slot, known))
+        self.pending.append(Pending(session, wire.Flush(60.0), (), slot))
+        self.confirm()
+
+    def losses(self) -> int:
+        counters = self.core.index.counters
+        return counters["ssd_evictions"] + counters["evictions"]
+
+    def collect(self) -> None:
+        super().collect()
+        self.confirm()
+
+    def confirm(self) -> None:
+        waiting = []
+        for losses, slot, known in self.flushes:
+            reply = slot.reply
+            if reply is None:
+                waiting.append((losses, slot, known))
+            elif isinstance(reply, wire.Flushed):
+                sure = reply.complete and not reply.skipped and not reply.failed
+                if sure and losses == self.losses():
+                    self.confirmed |= known
+        self.flushes = waiting
+        if self.losses() != getattr(self, "losses_seen", 0):
+            self.losses_seen = self.losses()
+            self.confirmed.clear()
+
+    def cleared(self, name: str | None) -> None:
+        self.confirmed = {c for c in self.confirmed if name not in (None, c[0])}
+        for _, _, known in self.flushes:
+            for gone in [k for k in known if name in (None, k[0])]:
+                known.discard(gone)
+
+    @rule(seed=st.integers(0, 1000), batch=st.integers(1, 4), really=st.integers(0, 2))
+    def restart(self, seed: int, batch: int, really: int) -> None:
+        if really:
+            return
+        self.confirm()
+        for memory in self.core.memories:
+            if not memory.is_freed:
+                memory.free()
+        # A clear that has been answered but not carried out dies with the process.
+        while any(type(e.message).__name__ == "ClearNamespace" for e in self.pending_writer()):
+            self.disk.step()
+        self.core = Core(
+            self.config, auto_seal=self.auto, auto_free=self.auto, is_loaded=False
+        )  # fmt: skip
+        self.granted, self.lent, self.pins, self.pending, self.flushes = [], [], [], [], []
+        self.losses_seen = 0
+        self.disk.restart(self.core, random.Random(seed), batch)
+        for namespace, tokens in self.confirmed:
+            found = longest_by_definition(self.core, namespace, tokens, len(tokens))
+            assert found == len(tokens), f"{namespace} {tokens} was flushed, {found} are found"
+        self.confirm()
+
+    def pending_writer(self) -> list[Any]:
+        self.disk.accept()
+        return self.disk.writer
+
+    @invariant()
+    def charged(self) -> None:
+        if hasattr(self, "disk"):
+            check_disk(self.core, self.disk)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "disk"):
+            return
+        self.disk.set_healthy(True)
+        for _ in range(5):
+            self.quiet()
+            self.disk.settle()
+        check_core(self.core)
+        check_idle(self.core)
+        check_disk(self.core, self.disk)
+        check_disk_idle(self.core, self.disk)
+        self.core.call(99, wire.Clear())
+        self.disk.settle()
+        while self.core.freeing:
+            self.core.finish_free()
+        assert self.core.index.ram.bytes == 0
+        assert self.core.index.ssd.bytes == self.core.index.ssd.bytes_by_state["other"]
+        assert not self.disk.files
+        assert not [m for m in self.core.memories if not m.is_freed]
+
+
+def _common(left: Tokens, right: Tokens) -> int:
+    for index, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return index
+    return min(len(left), len(right))
+
+
+__all__ = ["ClientMachine", "DiskMachine", "FakeMemory", "machine_settings"]

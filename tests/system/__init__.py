@@ -1,0 +1,1 @@
+"""One behaviour of the whole product a file, with real processes."""
