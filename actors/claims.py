@@ -4,6 +4,7 @@ Rules Q1 to Q3: a take that leaves much to compute makes its session the claiman
 A claim ends with a put that covers it, an explicit drop, or its session; it has no timeout.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -71,11 +72,13 @@ class ClaimDesk:
         return claim_id
 
     def worth_waiting_for(
-        self, session: int, namespace: str, tokens: TokenArray, held: int
-    ) -> tuple[Claim, int] | None:
+        self, session: int, namespace: str, tokens: TokenArray, held: int,
+        would_deadlock: Callable[[Claim], bool],
+    ) -> tuple[Claim, int] | None:  # fmt: skip
         """Return the claim of another session that promises most, and up to which position.
 
-        It must promise at least ``claim_min_tokens`` more than is held (rule Q2).
+        It must promise at least ``claim_min_tokens`` more than is held (rule Q2), and its claimant
+        must not wait for ``session`` itself (rule Q3).
         """
         best: tuple[Claim, int] | None = None
         limit = int(tokens.size) - 1
@@ -83,7 +86,8 @@ class ClaimDesk:
             if claim.namespace != namespace or claim.session == session:
                 continue
             common = min(common_prefix_length(claim.tokens, tokens), limit)
-            if common - held >= self._min_tokens and (best is None or common > best[1]):
+            is_better = common - held >= self._min_tokens and (best is None or common > best[1])
+            if is_better and not would_deadlock(claim):
                 best = claim, common
         return best
 

@@ -44,6 +44,10 @@ class Outlet(Protocol):
 
     def delete_file(self, message: DeleteFile) -> None:
         """Delete a file; `Index.deleted` is called when that is done."""
+        ...
+
+    def drop_others(self, wanted_bytes: int) -> None:
+        """Delete files that are no entries; `Index.set_other_bytes` tells what is left of them."""
 
     def touch_file(self, file: FileEntry) -> None:
         """Record in the file's modification time that it is in use (rule D5)."""
@@ -106,7 +110,13 @@ class Index:
     # -- entries come ---------------------------------------------------------------------------
 
     def add_segment(self, segment: Segment, parent: Segment) -> None:
-        """Make ``segment`` findable below ``parent``; its memory or file is set next."""
+        """Make ``segment`` findable below ``parent``; its memory or file is set next.
+
+        The only continuation of a path is as likely to be read as the path was: whoever goes on
+        with a conversation reads its end. A branch has to earn its uses (rule E9).
+        """
+        if not parent.children and segment.start == parent.end:
+            segment.uses = parent.uses
         tree.attach(segment, parent)
         self._added(segment)
 
@@ -173,7 +183,7 @@ class Index:
         with _Dependence(entry):
             entry.file = file
         entry.used = -int(age_seconds * 1000)  # older than anything used since the start
-        entry.priority = self._policy.accessed(entry)
+        self._set_priority(entry)
         self._offer_to_victims(entry)
 
     def set_write(self, entry: Entry, state: WriteState) -> None:
@@ -187,17 +197,17 @@ class Index:
     def use(
         self, entries: Iterable[Entry], now_seconds: float, *, is_hit: bool = True
     ) -> None:  # fmt: skip
-        """Refresh the recency of ``entries``, ancestors before descendants.
+        """Refresh the recency of ``entries``, given with ancestors before descendants.
 
         Only hits count as uses: whoever stores a prompt touches its path several times within one
         turn, and that says nothing of whether anybody will want it again (rule E9).
         """
         self._clock += 1
-        for entry in entries:
+        for entry in reversed(tuple(entries)):  # of one path, what hangs at its end goes first
             entry.used = self._clock
             entry.used_seconds = now_seconds
             entry.uses += is_hit
-            entry.priority = self._policy.accessed(entry)
+            self._set_priority(entry)
             self._offer(entry)
             if entry.file is not None and now_seconds - entry.touched_seconds >= TOUCH_SECONDS:
                 entry.touched_seconds = now_seconds
@@ -399,6 +409,10 @@ class Index:
             self.ssd.move("other", "deleting", file.allocated_bytes)
             self._outlet.delete_file(DeleteFile(file_id, file.path, file.allocated_bytes))
             over -= file.allocated_bytes
+        others = self.ssd.bytes_by_state["other"]
+        if over > 0 and others:
+            # Their bytes come back later; what is needed now is taken from entries as well.
+            self._outlet.drop_others(min(over, others))
         if over > 0:
             for victim in self.ssd_victims.in_order():
                 assert victim.file is not None
@@ -518,6 +532,7 @@ class Index:
         owner = entry.owner
         if entry.memory is not None:
             self.quotas.left(entry)
+            self._policy.left_ram(entry)
         if entry.holders and entry.memory is not None:
             self.held_bytes -= entry.charged_bytes
             self.held_images -= 1
@@ -539,7 +554,9 @@ class Index:
 
     def _forget_memory(self, entry: Entry) -> None:
         self.quotas.left(entry)
+        self._policy.left_ram(entry)
         entry.memory = None
+        self._offer(entry)
         if entry.owner is not None:
             entry.owner.resident_dependents -= 1
         self._offer_to_victims(entry)
@@ -614,6 +631,10 @@ class Index:
         self._offer(entry)
         if entry.owner is not None:
             self._offer(entry.owner)
+
+    def _set_priority(self, entry: Entry) -> None:
+        for other in self._policy.accessed(entry, self.ram.bytes_cap):
+            self._offer(other)
 
     def _offer(self, entry: Entry) -> None:
         self.ram_victims.offer(entry)

@@ -34,14 +34,17 @@ class LabelDesk:
     def mark(
         self, namespace: str, name: str | None, entry: Segment | None, length: int, now: float
     ) -> None:
-        """``name`` put, took or prefetched ``length`` tokens that end in ``entry``."""
+        """``name`` put, took or prefetched ``length`` tokens that end in ``entry``.
+
+        Where they end at a snapshot, that is what must stay; what it hangs on stays with it.
+        """
         if name is None or entry is None:
             return
         label = self.labels.get((namespace, name))
         if label is None:
             label = Label(namespace, name, None, 0, now)
             self.labels[namespace, name] = label
-        self._index.move_label(label, entry)
+        self._index.move_label(label, entry.checkpoints.get((length, True), entry))
         label.length, label.used_seconds = length, now
 
     def count_take(self, namespace: str, name: str | None, length: int) -> None:

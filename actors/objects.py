@@ -37,6 +37,8 @@ class ObjectDesk:
 
     def take(self, session: int, request: TakeObject, answer: Answer, now: float) -> None:
         """Lend the object of that key, verified first where it is on SSD only."""
+        if self._takes.refuses(session, answer):
+            return
         namespace = self._index.namespaces.get(request.namespace)
         entry = namespace.objects.get(request.key) if namespace is not None else None
         if entry is None:

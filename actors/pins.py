@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from prefixcached.actors.desk import Answer, Shared
 from prefixcached.actors.entries import Entry
+from prefixcached.actors.labels import LabelDesk
 from prefixcached.actors.parts import parts_of
 from prefixcached.actors.promotions import PromotionDesk
 from prefixcached.actors.reads import OpenFile, ReadDesk
@@ -29,11 +30,13 @@ class PinDesk:
     """Owns the pins."""
 
     def __init__(
-        self, shared: Shared, takes: TakeDesk, reads: ReadDesk, promotions: PromotionDesk
-    ) -> None:
+        self, shared: Shared, takes: TakeDesk, reads: ReadDesk, promotions: PromotionDesk,
+        labels: LabelDesk,
+    ) -> None:  # fmt: skip
         self._shared = shared
         self._index = shared.index
         self._takes = takes
+        self._labels = labels
         self._reads = reads
         self._promotions = promotions
         self.pins: dict[int, Pin] = {}
@@ -54,13 +57,13 @@ class PinDesk:
         # The whole path is pinned, also where RAM needs less: it must stay to be found.
         available = resident if lookup.ram_length == lookup.any_length else held
         lent = parts_of(lookup.namespace.schema, lookup.path, lookup.any_length, available)
-        entries = list(dict.fromkeys(
-            [s for s, _ in lookup.path.cut(lookup.any_length).steps] + [p.entry for p in lent]
-        ))  # fmt: skip
+        segments = [s for s, _ in lookup.path.cut(lookup.any_length).steps]
+        entries: list[Entry] = list(dict.fromkeys([*segments, *(p.entry for p in lent)]))
         pin = Pin(next(self._shared.numbers), session, entries, lookup.any_length, answer)
         self.pins[pin.id] = pin
         self._index.hold(entries)
         self._index.use(entries, now)
+        self._labels.mark(request.namespace, request.label, segments[-1], lookup.any_length, now)
         on_disk = {i: p.entry for i, p in enumerate(lent) if p.entry.memory is None}
         if not on_disk:
             self._answer(pin)

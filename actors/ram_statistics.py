@@ -26,6 +26,9 @@ class RamStatistics(msgspec.Struct, frozen=True):
     loading: bool
     leases: int
     pins: int
+    claims: int
+    labels: int
+    takes_waiting: int
     puts_in_flight: int
     offers_waiting: int
     reads_outstanding: int
@@ -33,6 +36,10 @@ class RamStatistics(msgspec.Struct, frozen=True):
     writes_queued: int
     takes: dict[str, Any]
     puts: dict[str, Any]
+    claim_outcomes: dict[str, int]
+    label_takes: dict[str, int]
+    objects: dict[str, int]
+    prefetches: dict[str, int]
     evictions: dict[str, int]
     disk: dict[str, Any]
     pressure: dict[str, Any]
@@ -57,6 +64,9 @@ def collect(ram_tier: "RamTier") -> RamStatistics:
         loading=ram_tier.takes.is_loading,
         leases=len(ram_tier.takes.leases),
         pins=len(ram_tier.pins.pins),
+        claims=len(ram_tier.claims.claims),
+        labels=len(ram_tier.labels.labels),
+        takes_waiting=ram_tier.takes.waiting,
         puts_in_flight=len(ram_tier.puts.puts),
         offers_waiting=ram_tier.puts.waiting,
         reads_outstanding=reads.outstanding,
@@ -64,6 +74,13 @@ def collect(ram_tier: "RamTier") -> RamStatistics:
         writes_queued=writes.queued,
         takes=asdict(ram_tier.takes.counters),
         puts=asdict(ram_tier.puts.counters),
+        claim_outcomes=asdict(ram_tier.claims.counters),
+        label_takes={
+            "label_hits": ram_tier.labels.label_hits,
+            "label_misses": ram_tier.labels.label_misses,
+        },
+        objects=asdict(ram_tier.objects.counters),
+        prefetches={"asked": ram_tier.pins.prefetches, "empty": ram_tier.pins.empty},
         evictions={**index.counters, "over_quota": index.quotas.evictions},
         pressure=ram_tier.pressure.statistics(),
         resident_bytes_by_namespace={

@@ -20,6 +20,7 @@ from prefixcached.actors.claims import ClaimDesk
 from prefixcached.actors.desk import Answer, RamConfig, Shared
 from prefixcached.actors.entries import Entry, Memory
 from prefixcached.actors.index import Index
+from prefixcached.actors.inspection import InspectionDesk
 from prefixcached.actors.labels import LabelDesk
 from prefixcached.actors.loading import LoadDesk
 from prefixcached.actors.mailbox import MAILBOX_MESSAGES, Inbox, Outbox
@@ -76,11 +77,12 @@ class RamTier:
         self.claims = ClaimDesk(config.claim_min_tokens)
         self.labels = LabelDesk(self.index, config.label_ttl_seconds)
         self.takes = TakeDesk(shared, self.reads, self.promotions, self.claims, self.labels)
-        self.pins = PinDesk(shared, self.takes, self.reads, self.promotions)
+        self.pins = PinDesk(shared, self.takes, self.reads, self.promotions, self.labels)
         self.puts = PutDesk(shared)
         self.objects = ObjectDesk(shared, self.takes, self.reads, self.promotions)
         self.writes = WriteDesk(shared)
         self.loads = LoadDesk(shared)
+        self.inspection = InspectionDesk(self.index, self.takes)
         self.pressure = PressureDesk(shared, self.writes, self.promotions, self.pins)
         self._loading = config.ssd_bytes > 0
         self._epoch = 0
@@ -103,9 +105,14 @@ class RamTier:
                 self.ssd(inner.ScanDirectory())
             task_status.started()
             while True:
-                with trio.move_on_at(self._next_deadline()):
-                    envelope = await self._inbox.receive()
-                    self._handle(envelope.message, envelope.handle, trio.current_time())
+                # One scope for many messages: a new one for each would cost as much as a look-up.
+                with trio.CancelScope() as scope:
+                    while True:
+                        scope.deadline = self._next_deadline()
+                        envelope = await self._inbox.receive()
+                        now = trio.current_time()
+                        self._handle(envelope.message, envelope.handle, now)
+                        self._after(now)
                 self._after(trio.current_time())
 
     async def drain(self) -> None:
@@ -193,6 +200,10 @@ class RamTier:
             case wire.Status():
                 report = {name: source() for name, source in self.statistics_sources.items()}
                 answer.set(wire.StatusReport(report=report))
+            case wire.List():
+                answer.set(self.inspection.list(request, now))
+            case wire.Explain():
+                answer.set(self.inspection.explain(request))
             case wire.Hello():
                 answer.set(wire.Failed(reason="protocol", detail="Hello was answered before"))
             case _:
@@ -316,6 +327,10 @@ class RamTier:
     def delete_file(self, message: inner.DeleteFile) -> None:
         """Have a file deleted."""
         self.ssd(message)
+
+    def drop_others(self, wanted_bytes: int) -> None:
+        """Have files deleted that are no entries."""
+        self.ssd(inner.DropOthers(wanted_bytes))
 
     def touch_file(self, file: FileEntry) -> None:
         """Have a file's recency recorded."""

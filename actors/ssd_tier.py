@@ -56,8 +56,8 @@ class SsdTier:
     """The actor. Start it with ``await nursery.start(ssd_tier.run)`` after `Store.prepare`.
 
     `SyncAll` voids the delays of what is queued, and has the drive drained with the writes that are
-    queued then, or with the next one. When all senders of its mailbox are closed it finishes what is queued, without delays, and
-    returns; a cancel scope around it bounds that.
+    queued then, or with the next one. When all senders of its mailbox are closed it finishes what
+    is queued, without delays, and returns; a cancel scope around it bounds that.
 
     Args:
         store: The files. Only this actor writes, deletes, clears and scans.

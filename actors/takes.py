@@ -56,6 +56,7 @@ class Lookup:
     ram_length: int
     any_length: int
     reason: str
+    claim: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -130,8 +131,7 @@ class TakeDesk:
 
     def take(self, session: int, take: Take, answer: Answer, now: float) -> None:
         """Answer a take (rules T1 to T9), or let it wait for another's prefill (rule Q2)."""
-        if sum(lease.session == session for lease in self.leases.values()) >= MAX_LEASES:
-            answer.set(Failed(reason="protocol", detail=f"more than {MAX_LEASES} leases"))
+        if self.refuses(session, answer):
             return
         self.counters.takes += 1
         waiting = WaitingTake(session, take, token_array(take.tokens), answer, now + take.wait)
@@ -140,13 +140,26 @@ class TakeDesk:
             self.counters.waits += 1
             self._waiting.append(waiting)
 
+    def refuses(self, session: int, answer: Answer) -> bool:
+        """Whether the session has as many leases as it may; it is told so."""
+        if sum(lease.session == session for lease in self.leases.values()) < MAX_LEASES:
+            return False
+        answer.set(Failed(reason="protocol", detail=f"more than {MAX_LEASES} leases"))
+        return True
+
     def retry(self, now: float) -> None:
-        """Look again for the takes that wait, oldest first: a put, a claim's end, or time."""
-        self._claims.changed = False
-        waiting, self._waiting = self._waiting, []
-        for take in waiting:
-            if not self._try(take, now):
-                self._waiting.append(take)
+        """Look again for the takes that wait, oldest first: a put, a claim's end, or time.
+
+        Whoever is answered may become a claimant and lose an older claim by that; then once more.
+        """
+        while True:
+            self._claims.changed = False
+            waiting, self._waiting = self._waiting, []
+            for take in waiting:
+                if not self._try(take, now):
+                    self._waiting.append(take)
+            if not self._claims.changed:
+                return
 
     def put_declined(self, namespace: str, tokens: TokenArray, now: float) -> None:
         """A claimant's put was declined: all who wait for it are answered at once (rule Q2)."""
@@ -171,9 +184,10 @@ class TakeDesk:
         lookup = self.look_up(take.namespace, tokens, int(tokens.size) - 1)
         if now < waiting.deadline:
             promise = self._claims.worth_waiting_for(
-                waiting.session, take.namespace, tokens, lookup.any_length
-            )
-            if promise is not None and not self._would_deadlock(waiting.session, promise[0]):
+                waiting.session, take.namespace, tokens, lookup.any_length,
+                lambda claim: self._would_deadlock(waiting.session, claim),
+            )  # fmt: skip
+            if promise is not None:
                 waiting.claim, waiting.promised = promise[0].id, promise[1]
                 return False
         if waiting.claim and lookup.any_length >= waiting.promised:
@@ -206,6 +220,8 @@ class TakeDesk:
             self.counters.ram_hits += 1
         else:
             self.counters.ram_misses += 1
+        # Before a read from disk: whoever asks meanwhile must find this session computing.
+        lookup.claim = self._claim(session, take, tokens, lookup.any_length)
         if not lookup.any_length:
             self._miss(session, take, tokens, answer, lookup, lookup.reason)
         elif lookup.any_length > lookup.ram_length:
@@ -261,7 +277,7 @@ class TakeDesk:
             if files is None or namespace is None or namespace.cleared:
                 self._end(lease)
                 reason = "restore-failed" if files is None else ""
-                self._fall_back(session, take, tokens, answer, now, reason)
+                self._fall_back(session, take, tokens, answer, now, reason, lookup.claim)
                 return
             for entry in on_disk.values():
                 entry.ssd_hits += 1
@@ -273,11 +289,12 @@ class TakeDesk:
 
     def _fall_back(
         self, session: int, take: Take, tokens: TokenArray, answer: Answer, now: float,
-        reason: str,
+        reason: str, claim: int | None,
     ) -> None:  # fmt: skip
         """The disk failed, or all was cleared: the best RAM prefix serves (rules T8, D11)."""
         self.counters.restores_failed += bool(reason)
         lookup = self.look_up(take.namespace, tokens, int(tokens.size) - 1)
+        lookup.claim = self._claim(session, take, tokens, lookup.ram_length, claim)
         if lookup.ram_length:
             lease = self._lease(session, lookup, lookup.ram_length, resident)
             self._hit(session, take, tokens, answer, lookup, lease, lookup.ram_length, "ram", now)
@@ -325,7 +342,7 @@ class TakeDesk:
             Hit(
                 lease=lease.id, length=length, tier=tier, parts=parts,
                 schema=b"" if known else namespace.schema_bytes, matched=lookup.path.matched,
-                claim=self._claim(session, take, tokens, length),
+                claim=lookup.claim,
             ),
             lease.descriptors(0),
         )  # fmt: skip
@@ -336,10 +353,14 @@ class TakeDesk:
     ) -> None:  # fmt: skip
         self.counters.misses[reason] = self.counters.misses.get(reason, 0) + 1
         self._labels.count_take(take.namespace, take.label, 0)
-        claim = self._claim(session, take, tokens, 0)
-        answer.set(Miss(reason=reason, matched=lookup.path.matched, claim=claim))
+        answer.set(Miss(reason=reason, matched=lookup.path.matched, claim=lookup.claim))
 
-    def _claim(self, session: int, take: Take, tokens: TokenArray, held: int) -> int | None:
+    def _claim(
+        self, session: int, take: Take, tokens: TokenArray, held: int, earlier: int | None = None
+    ) -> int | None:
+        """Return the claim that the reply carries, ``earlier`` if that has not ended."""
+        if earlier in self._claims.claims:
+            return earlier
         number = next(self._shared.numbers)
         return self._claims.grant(number, session, take.namespace, tokens, held)
 

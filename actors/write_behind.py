@@ -11,18 +11,13 @@ from typing import Final
 
 from prefixcached.actors.desk import Answer, Shared
 from prefixcached.actors.entries import Checkpoint, Entry, ObjectEntry, Segment, WriteState
-from prefixcached.protocol.actor_messages import FileHeader, WriteImage, Written
+from prefixcached.actors.storage_format import FORMAT, file_bytes_bound
+from prefixcached.protocol.actor_messages import FileHeader, SyncAll, WriteImage, Written
 from prefixcached.protocol.image import allocated_bytes
 from prefixcached.protocol.messages import Flush, Flushed
 
 MARGIN: Final = 0.9
 """Share of a flush's remaining seconds after which it is answered as incomplete."""
-
-HEADER_BYTES: Final = 8192
-"""Reserved for a file's header and its alignment, beside what its tensors and metadata take."""
-
-TENSOR_HEADER_BYTES: Final = 384
-"""Reserved for each tensor in a file's header: name (at most 256 bytes), dtype, shape, offsets."""
 
 
 @dataclass(slots=True, eq=False)
@@ -91,6 +86,8 @@ class WriteDesk:
         """Answer once everything visible is durable, or cannot be made so (rule P8)."""
         unwritten = [e for e in self._index.entries.values() if e.file is None]
         self.enqueue(unwritten, now)
+        if self._index.ssd_on:
+            self._shared.orders.ssd(SyncAll())  # before the writes that it is to make durable
         wait = FlushWait(session, answer, set(), now + flush.seconds_left * MARGIN)
         for entry in unwritten:
             if entry.write in (WriteState.QUEUED, WriteState.WRITING):
@@ -119,7 +116,8 @@ class WriteDesk:
                 break
             owner = entry.owner
             chain_broken = owner is not None and owner.parent is not None and owner.file is None
-            reserve = _file_bytes(entry)
+            header = _header_of(entry)
+            reserve = _bytes_to_reserve(entry, header)
             if chain_broken or not self._index.make_room_on_disk(reserve):
                 self._queue.popleft()
                 self._refuse(entry)
@@ -128,7 +126,7 @@ class WriteDesk:
                 self._waits_for_deletions = True  # they are on their way; `Deleted` pumps again
                 break
             self._queue.popleft()
-            self._hand_over(entry, reserve)
+            self._hand_over(entry, header, reserve)
         self._answer_flushes(now)
 
     @property
@@ -139,32 +137,14 @@ class WriteDesk:
             deadlines.append(self._queue[0][1])
         return min(deadlines, default=None)
 
-    def _hand_over(self, entry: Entry, reserve: int) -> None:
-        namespace = entry.namespace
+    def _hand_over(self, entry: Entry, header: FileHeader, reserve: int) -> None:
         self._writing, self._reserved_bytes = entry, reserve
         self._index.ssd.add("writing", reserve)
         self._index.set_write(entry, WriteState.WRITING)
         self._index.hold((entry,))
         self._index.writing = entry
-        owner = entry.owner
-        position, minimum, key, tokens = 0, 0, "", b""
-        if isinstance(entry, Segment):
-            position, minimum, tokens = entry.start, entry.minimum, entry.tokens.tobytes()
-        elif isinstance(entry, Checkpoint):
-            assert entry.segment is not None
-            position = entry.position
-            tokens = entry.segment.path_tokens()[:position].tobytes()
-        elif isinstance(entry, ObjectEntry):
-            key = entry.key
-        is_object = isinstance(entry, ObjectEntry)
-        header = FileHeader(
-            format=1, id=entry.id, kind=entry.spec.kind, namespace=namespace.name,
-            spec=entry.spec, parent=owner.id if owner is not None else "", position=position,
-            schema_digest="" if is_object else namespace.schema_digest, minimum=minimum,
-            attachments=isinstance(entry, Checkpoint) and entry.attachments, key=key,
-        )  # fmt: skip
-        schema = b"" if is_object else namespace.schema_bytes
-        self._shared.orders.ssd(WriteImage(header, tokens, schema), entry.memory)
+        schema = entry.namespace.schema_bytes if header.schema_digest else b""
+        self._shared.orders.ssd(WriteImage(header, _tokens_of(entry), schema), entry.memory)
 
     # -- outcomes -------------------------------------------------------------------------------
 
@@ -255,11 +235,40 @@ def _chain(entry: Entry) -> list[Entry]:
     return chain[::-1]
 
 
-def _file_bytes(entry: Entry) -> int:
-    """An upper bound of what the file of ``entry`` will allocate."""
-    tokens = entry.end - entry.start if isinstance(entry, Segment) else entry.spec.end
-    tensors = len(entry.namespace.schema.tensors) + len(entry.spec.tensors)
-    header = HEADER_BYTES + TENSOR_HEADER_BYTES * tensors + 2 * len(entry.spec.metadata)
-    return allocated_bytes(entry.nbytes + 4 * tokens + header) + allocated_bytes(
-        len(entry.namespace.schema_bytes) + HEADER_BYTES
+def _header_of(entry: Entry) -> FileHeader:
+    """What the file of ``entry`` will say of itself; its checksum is not known yet."""
+    owner, is_object = entry.owner, isinstance(entry, ObjectEntry)
+    position = 0
+    if isinstance(entry, Segment):
+        position = entry.start
+    elif isinstance(entry, Checkpoint):
+        position = entry.position
+    return FileHeader(
+        format=FORMAT,
+        id=entry.id,
+        kind=entry.spec.kind,
+        namespace=entry.namespace.name,
+        spec=entry.spec,
+        parent=owner.id if owner is not None else "",
+        position=position,
+        schema_digest="" if is_object else entry.namespace.schema_digest,
+        minimum=entry.minimum if isinstance(entry, Segment) else 0,
+        attachments=isinstance(entry, Checkpoint) and entry.attachments,
+        key=entry.key if isinstance(entry, ObjectEntry) else "",
     )
+
+
+def _tokens_of(entry: Entry) -> bytes:
+    """The tokens that the file of ``entry`` carries; a checkpoint's are its whole path's."""
+    if isinstance(entry, Segment):
+        return entry.tokens.tobytes()
+    if isinstance(entry, Checkpoint) and entry.segment is not None:
+        return entry.segment.path_tokens()[: entry.position].tobytes()
+    return b""
+
+
+def _bytes_to_reserve(entry: Entry, header: FileHeader) -> int:
+    """The most that the file of ``entry`` will allocate, and its schema's where it is the first."""
+    namespace = entry.namespace
+    schema = namespace.schema if header.schema_digest else None
+    return file_bytes_bound(header, schema) + allocated_bytes(len(namespace.schema_bytes) + 1)

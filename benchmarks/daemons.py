@@ -208,8 +208,8 @@ class EchoClient:
 
 
 @contextlib.contextmanager
-def redis_server(directory: Path) -> Iterator[Any]:
-    """Run redis-server, in memory alone, on a Unix socket; give a client.
+def redis_server(directory: Path) -> Iterator[tuple[Path, Any]]:
+    """Run redis-server, in memory alone, on a Unix socket; give its socket and a client.
 
     Raises:
         FileNotFoundError: redis-server or its Python client is not installed.
@@ -242,7 +242,7 @@ def redis_server(directory: Path) -> Iterator[Any]:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.05)
-        yield client
+        yield path, client
         client.close()
     finally:
         process.terminate()

@@ -1,6 +1,5 @@
 """Real mlx-lm caches with random contents, and what "ready" and "equal" mean."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -40,29 +39,33 @@ SMOL: Final = Shape("SmolLM2-135M", 30, 3, 64, mx.float16)
 TINY: Final = Shape("tiny", 1, 1, 8)
 """32 bytes a token: for what must not depend on the bytes of KV."""
 
-_seeds = itertools.count(1)
 
+def random_kv(shape: Shape, tokens: int, seed: int = 0) -> list[KVCache]:
+    """Return evaluated caches of ``tokens`` random tokens, with room to grow as after a prefill.
 
-def random_kv(shape: Shape, tokens: int, capacity_step: int = 256) -> list[KVCache]:
-    """Return evaluated caches of ``tokens`` random tokens, with room to grow as after a prefill."""
+    A prefix of a longer one with the same seed has the same bits: a token's row depends on its
+    position alone, as after a prefill of the same prompt.
+    """
+    random = np.random.default_rng(seed)
     caches = []
     for _ in range(shape.layers):
         cache = KVCache()
-        cache.step = capacity_step
-        extend(cache, shape, tokens)
+        # Token by token in memory, so that a longer draw only adds rows.
+        drawn = random.integers(
+            0, 256, (tokens, 2, shape.heads, shape.dim * shape.dtype.size), dtype=np.uint8
+        )
+        # Exponents below the top: bit patterns of finite numbers, as KV has.
+        if shape.dtype.size == 2:
+            drawn[..., 1::2] &= 0xBF
+        keys, values = (
+            mx.array(np.ascontiguousarray(drawn[:, part].swapaxes(0, 1))[None]).view(shape.dtype)
+            for part in range(2)
+        )
+        cache.update_and_fetch(keys, values)
+        mx.eval(cache.keys, cache.values)
         caches.append(cache)
+        random = np.random.default_rng((seed, len(caches)))
     return caches
-
-
-def extend(cache: KVCache, shape: Shape, tokens: int) -> None:
-    """Append ``tokens`` random tokens to one cache."""
-    size = (1, shape.heads, tokens, shape.dim)
-    keys, values = (
-        mx.random.normal(size, key=mx.random.key(next(_seeds))).astype(shape.dtype)
-        for _ in range(2)
-    )
-    cache.update_and_fetch(keys, values)
-    mx.eval(cache.keys, cache.values)
 
 
 def random_tokens(count: int, seed: int) -> list[int]:

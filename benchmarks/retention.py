@@ -1,6 +1,6 @@
 """Hit ratio by tokens of each retention policy, over synthetic agent traces on the real core.
 
-    python benchmarks/retention.py [--seeds N] [--policies lru,frequency]
+    python benchmarks/retention.py [--seeds N] [--policies lru,segmented] [--traces chat]
 
 Every trace is replayed for each policy and for caps of 5, 10, 20 and 40 % of the bytes that an
 unbounded cache would hold at its end. The core is the product's own, synchronous and without
@@ -39,7 +39,7 @@ def distinct_bytes(trace: str, seed: int) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--traces", default=",".join(TRACES))
     arguments = parser.parse_args()

@@ -50,14 +50,14 @@ class Loan:
         """Keep the wire until `let_go` of the message that ends what the daemon keeps for it."""
         self._holds.add(message)
 
-    def let_go(self, message: OneWay, *, tell: bool = True, may_give_back: bool = True) -> None:
+    def let_go(self, message: OneWay, *, tell: bool = True, may_block: bool = True) -> None:
         """End a hold, once.
 
         Args:
             message: As for `add`.
             tell: Whether the daemon has to be told.
-            may_give_back: False where the pool must not be touched, in a garbage collection. The
-                wire is closed with the loan then.
+            may_block: False in a garbage collection, which may have interrupted the pool. The wire
+                is closed with the loan then, if need be.
         """
         try:
             self._holds.remove(message)
@@ -65,23 +65,24 @@ class Loan:
             return
         if tell:
             self._unsent.append(message)
-        self._settle(may_give_back=may_give_back)
+        self._settle(may_block=may_block)
 
     def holds(self, message: OneWay) -> bool:
         """Whether a hold lasts."""
         return message in self._holds and self.wire.is_open
 
-    def _settle(self, *, may_give_back: bool = True) -> None:
+    def _settle(self, *, may_block: bool = True) -> None:
         """Do what has to wait until nobody uses the wire; whoever uses it does it afterwards."""
-        while self._unsent or (may_give_back and self._is_free):
+        while self._unsent or self._is_free:
             if not self._in_use.acquire(blocking=False):
                 return
             try:
                 while self._unsent:
                     self.wire.tell(self._unsent.popleft())
-                if may_give_back and self._is_free:
-                    self._is_back = True
-                    self._pool.give_back(self.wire)
+                if self._is_free:
+                    self._is_back = self._pool.give_back(self.wire, may_block=may_block)
+                    if not self._is_back:
+                        return
             finally:
                 self._in_use.release()
 
@@ -91,25 +92,28 @@ class Loan:
 
     def __del__(self) -> None:
         if not self._is_back:
-            self.wire.close()
+            self._pool.abandon(self.wire)
 
 
 class Hold:
     """What the daemon keeps for this client until `end`, the last reference, or the connection."""
 
     def __init__(self, loan: Loan, message: OneWay) -> None:
-        self._loan = loan
+        self._loan: Loan | None = loan
         self._message = message
         loan.add(message)
 
     @property
     def is_alive(self) -> bool:
         """Whether it has not ended, as far as this side knows."""
-        return self._loan.holds(self._message)
+        return self._loan is not None and self._loan.holds(self._message)
 
     def end(self, *, tell: bool = True) -> None:
         """End it; ``tell`` the daemon unless it knows. Idempotent, from any thread, never fails."""
-        self._loan.let_go(self._message, tell=tell)
+        loan, self._loan = self._loan, None
+        if loan is not None:
+            loan.let_go(self._message, tell=tell)
 
     def __del__(self) -> None:
-        self._loan.let_go(self._message, may_give_back=False)
+        if self._loan is not None:
+            self._loan.let_go(self._message, may_block=False)

@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import sys
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Final, cast
 
@@ -24,7 +25,7 @@ from mlx_lm.generate import stream_generate as plain_stream_generate
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from prefixcached.client.cache import Cache
-from prefixcached.client.prompt_cache import PromptCache
+from prefixcached.client.prompt_cache import FetchedKv, PromptCache
 
 _PREFILL_STEP_SIZE: Final = 2048
 """mlx-lm's default."""
@@ -144,7 +145,7 @@ class _Generation:
         self._report: Callable[[int, int], None] = options.pop(
             "prompt_progress_callback", None
         ) or (lambda *_: None)
-        self._kv: list[Any] = []
+        self._kv = FetchedKv([], [])
         self._stored = 0
         self._thread = threading.get_ident()
 
@@ -160,9 +161,12 @@ class _Generation:
                 self._store(tokens[:position])
                 done = position
 
+        start = time.perf_counter()
+
         def progress(processed: int, total: int) -> None:
             self._report(done + processed, len(tokens))
             if processed == total - 1:
+                self._shared.note_prefill(processed, time.perf_counter() - start)
                 self._store(tokens[:last])
 
         responses = plain_stream_generate(
@@ -189,6 +193,7 @@ class _Generation:
             # Arrays belong to the thread that made them; a collector may close us on another.
             if is_whole and threading.get_ident() == self._thread:
                 self._store(tokens + produced)
+            self._kv.drop_claim()
 
     def _prefill(self, start: int, end: int) -> None:
         """Forward tokens [start, end) as mlx-lm's `generate_step` does."""

@@ -134,9 +134,15 @@ class BasePool(Generic[W]):
         with self._lock:
             self._counts["opened"] += 1
 
-    def give_back(self, wire: W) -> None:
-        """Take ``wire`` back after a call, whatever became of it."""
-        with self._lock:
+    def give_back(self, wire: W, *, may_block: bool = True) -> bool:
+        """Take ``wire`` back after a call, whatever became of it.
+
+        With ``may_block=False`` False where other code is in the pool right now, this thread's own
+        perhaps: nothing has happened then.
+        """
+        if not self._lock.acquire(blocking=may_block):
+            return False
+        try:
             known = wire in self._lent
             self._lent.discard(wire)
             if wire.error is not None:
@@ -149,6 +155,14 @@ class BasePool(Generic[W]):
                 self._idle.append(wire)
             else:
                 wire.close()
+        finally:
+            self._lock.release()
+        return True
+
+    def abandon(self, wire: W) -> None:
+        """Close a wire that nobody will give back. Takes no lock: for garbage collections."""
+        wire.close()
+        self._lent.discard(wire)
 
     def close(self) -> None:
         """Close all idle wires; those in use are closed as they come back. Idempotent."""
@@ -168,8 +182,8 @@ class BasePool(Generic[W]):
     def _start_empty(self) -> None:
         self._lock = threading.Lock()
         self._idle: list[W] = []
-        # Weak: a pin that was dropped without a release takes its wire along.
-        self._lent: weakref.WeakSet[W] = weakref.WeakSet()
+        # Not weak: a socket in a collected cycle might be finalised before whoever closes it.
+        self._lent: set[W] = set()
         self._consecutive_failures = 0
         self._paused_until = -math.inf
         self._last_error: PrefixCachedError = NoDaemon("never tried")

@@ -4,7 +4,7 @@ A `PromptCache` owns nothing that changes: its namespaces are computed once, whe
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from mlx import nn
@@ -19,6 +19,26 @@ DISABLED: Final = "disabled"
 """Why nothing is stored for a model whose KV cannot be shared."""
 
 _logger = logging.getLogger(__name__)
+
+
+class FetchedKv(list[Any]):
+    """The caches of a `PromptCache.fetch`: a list like mlx-lm's own.
+
+    While it lives, other processes may wait for what its owner is computing (rule Q1). That ends
+    when a store covers the prompt, with `drop_claim`, or with the list. Copies are plain lists.
+    """
+
+    def __init__(self, caches: Iterable[Any], taken: Sequence[Hit | Miss]) -> None:
+        super().__init__(caches)
+        self._taken = taken
+
+    def drop_claim(self) -> None:
+        """Say that the rest of the prompt will not be computed here after all."""
+        for result in self._taken:
+            result.drop_claim()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return list, (list(self),)
 
 
 class PromptCache:
@@ -74,8 +94,10 @@ class PromptCache:
 
     def fetch(
         self, tokens: Sequence[int], wait: float = 0.0, session: str | None = None
-    ) -> tuple[list[Any], int]:
+    ) -> tuple[FetchedKv, int]:
         """Return caches that cover the first tokens of a prompt, and how many.
+
+        Quantised KV is looked for first, and only where mlx-lm would have quantised it (rule N4).
 
         Args:
             tokens: The whole prompt.
@@ -86,26 +108,25 @@ class PromptCache:
             The caches and the number of tokens that need no prefill, at most ``len(tokens) - 1``;
             fresh caches and 0 where nothing is known. Forward ``tokens[reused:]``.
         """
-        result = self.take(tokens, wait=wait, session=session)
-        if isinstance(result, Hit):
-            return list(result.kv), result.length
-        return self.fresh(), 0
-
-    def take(
-        self, tokens: Sequence[int], wait: float = 0.0, session: str | None = None
-    ) -> Hit | Miss:
-        """Return what `Cache.take` finds for this model; quantised KV first (rule N4)."""
-        result: Hit | Miss = Miss(reason=DISABLED)
+        taken: list[Hit | Miss] = []
         for name in self._namespaces:
             is_quantised = name != self._namespaces[-1]
             if is_quantised and len(tokens) <= self.quantized_kv_start:
                 continue
             result = self._cache.take(tokens, namespace=name, session=session, wait=wait)
-            if result:
-                break
-            # Whoever computes this prompt ends in the namespace that was asked first.
+            if taken:
+                # Whoever computes this prompt stores it in the namespace that was asked first.
+                result.drop_claim()
+            taken.append(result)
+            if isinstance(result, Hit):
+                return FetchedKv(result.kv, taken), result.length
             wait = 0.0
-        return result
+        return FetchedKv(self.fresh(), taken), 0
+
+    def note_prefill(self, tokens: int, seconds: float) -> None:
+        """Tell how long computing ``tokens`` took (`Cache.note_prefill`)."""
+        for name in self._namespaces:
+            self._cache.note_prefill(tokens, seconds, namespace=name)
 
     def store(
         self,

@@ -6,12 +6,19 @@ Exit codes: 0 done, 1 failed, 2 wrong usage, 3 no daemon.
 import click
 
 from prefixcached import __version__
+from prefixcached.daemon.command_group import CommandGroup
 from prefixcached.daemon.commands.clear import clear
+from prefixcached.daemon.commands.configuration import show_config
+from prefixcached.daemon.commands.demo import demo
+from prefixcached.daemon.commands.explain import explain
+from prefixcached.daemon.commands.flush import flush
+from prefixcached.daemon.commands.listing import list_tree
 from prefixcached.daemon.commands.serve import serve
 from prefixcached.daemon.commands.status import status
+from prefixcached.daemon.commands.verify import verify
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="prefixcached")
 def main() -> None:
     """Share one KV prompt cache between all MLX processes of a user."""
@@ -20,6 +27,12 @@ def main() -> None:
 main.add_command(serve)
 main.add_command(status)
 main.add_command(clear)
+main.add_command(list_tree)
+main.add_command(explain)
+main.add_command(flush)
+main.add_command(verify)
+main.add_command(show_config)
+main.add_command(demo)
 
 if __name__ == "__main__":
     main()

@@ -3,7 +3,6 @@
 `Config` is complete and plain: everything later reads it and nobody changes it.
 """
 
-import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,66 +11,20 @@ from typing import Final
 import platformdirs
 
 from prefixcached.daemon import resources
+from prefixcached.daemon.options import AUTO, Options
+from prefixcached.daemon.sizes import parse_share, parse_size, share_of
 from prefixcached.protocol import limits
 
-DEFAULT_RAM_SIZE: Final = "12%"
-"""Of the machine's memory: a fixed size that suits a large Mac makes a small one swap."""
+AUTOMATIC_SSD_PERCENT: Final = 10.0
+"""Of the volume's free space: a cache must not be what fills a disk."""
 
-DEFAULT_SSD_SIZE: Final = "0"
-"""The SSD tier is off unless asked for."""
+AUTOMATIC_SSD_MOST_BYTES: Final = 100 << 30
+"""More than a farm of agents reads again in a week."""
 
 SEGMENT_MIN_TOKENS: Final = 256
 """A tail segment shorter than this is absorbed by the put that extends it (DESIGN 3)."""
 
-PUT_MIN_TOKENS: Final = 16
-"""A shorter put is declined `too-short`: computing it again costs less than storing it."""
-
 _APPLICATION: Final = "prefixcached"
-_UNITS: Final = {
-    "": 1, "b": 1,
-    "k": 1 << 10, "kib": 1 << 10, "kb": 10**3,
-    "m": 1 << 20, "mib": 1 << 20, "mb": 10**6,
-    "g": 1 << 30, "gib": 1 << 30, "gb": 10**9,
-    "t": 1 << 40, "tib": 1 << 40, "tb": 10**12,
-}  # fmt: skip
-_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(%|[a-z]*)\s*", re.IGNORECASE | re.ASCII)
-
-
-def parse_size(size: str | int, whole_bytes: int) -> int:
-    """Return ``size`` in bytes.
-
-    Args:
-        size: Bytes, or text such as ``"8GiB"``, ``"500MB"`` or ``"12%"``.
-        whole_bytes: What a percentage is a share of.
-
-    Raises:
-        ValueError: It is no size; the message shows the forms.
-    """
-    if isinstance(size, int):
-        number, unit = float(size), ""
-    else:
-        match = _SIZE.fullmatch(size)
-        if match is None or match[2].lower() not in {*_UNITS, "%"}:
-            raise ValueError(f"{size!r} is no size; write it as 8GiB, 500MB, 12% or plain bytes")
-        number, unit = float(match[1]), match[2].lower()
-    if number < 0:
-        raise ValueError(f"a size must not be negative, and {size} is")
-    if unit == "%":
-        if number > 100:
-            raise ValueError(f"{size} is more than there is")
-        return share_of(whole_bytes, number)
-    return int(number * _UNITS[unit])
-
-
-def share_of(whole_bytes: int, percent: float) -> int:
-    """Return ``percent`` of ``whole_bytes``."""
-    return int(whole_bytes * percent / 100)
-
-
-def parse_share(size: str | int) -> float | None:
-    """Return the percent that ``size`` is (`parse_size`), None if it is not given as a share."""
-    match = None if isinstance(size, int) else _SIZE.fullmatch(size)
-    return float(match[1]) if match is not None and match[2] == "%" else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +42,7 @@ class Config:
         max_connections: Sessions at a time.
         segment_max_bytes: Most bytes of one segment image.
         segment_min_tokens: Shorter tails are absorbed.
-        put_min_tokens: Shorter puts are declined.
+        options: What else the user may set, for the actors.
     """
 
     socket: Path
@@ -101,7 +54,7 @@ class Config:
     ram_share: float | None = None
     segment_max_bytes: int = limits.SEGMENT_MAX_BYTES
     segment_min_tokens: int = SEGMENT_MIN_TOKENS
-    put_min_tokens: int = PUT_MIN_TOKENS
+    options: Options = Options()  # noqa: RUF009  (frozen)
 
     @property
     def lock_file(self) -> Path:
@@ -121,32 +74,33 @@ def default_state_dir() -> Path:
     return platformdirs.user_cache_path(_APPLICATION)
 
 
-def load(
-    *,
-    socket: Path,
-    state_dir: Path | None = None,
-    ram_size: str | int = DEFAULT_RAM_SIZE,
-    ssd_size: str | int = DEFAULT_SSD_SIZE,
-) -> Config:
+def load(options: Options, *, socket: Path) -> Config:
     """Return the configuration for this machine, and raise the descriptor limit on the way.
 
     Args:
+        options: What the user set. A share is of memory, or of the volume of ``state_dir``.
         socket: Path of the socket, as `protocol.paths.socket_path` finds it.
-        state_dir: Directory of what is on SSD, or None for the platform's.
-        ram_size: A share is of the machine's memory.
-        ssd_size: A share is of the volume of ``state_dir``.
 
     Raises:
         ValueError: A size is none.
     """
-    directory = (state_dir or default_state_dir()).absolute()
+    directory = (options.state_dir or default_state_dir()).absolute()
     descriptors = resources.raise_descriptor_limit()
     return Config(
         socket=socket.absolute(),
         state_dir=directory,
-        ram_bytes=parse_size(ram_size, resources.memory_bytes()),
-        ram_share=parse_share(ram_size),
-        ssd_bytes=parse_size(ssd_size, resources.volume_bytes(directory)),
+        ram_bytes=parse_size(options.ram_bytes, resources.memory_bytes()),
+        ram_share=parse_share(options.ram_bytes),
+        ssd_bytes=ssd_bytes(options.ssd_bytes, directory),
         max_images=resources.image_limit(descriptors),
         max_connections=resources.connection_limit(descriptors),
+        options=options,
     )
+
+
+def ssd_bytes(size: str | int, directory: Path) -> int:
+    """Return the cap of the SSD tier in ``directory``."""
+    if size == AUTO:
+        free = resources.free_bytes(directory)
+        return min(AUTOMATIC_SSD_MOST_BYTES, share_of(free, AUTOMATIC_SSD_PERCENT))
+    return parse_size(size, resources.volume_bytes(directory))

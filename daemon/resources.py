@@ -34,10 +34,18 @@ def memory_bytes() -> int:
 
 def volume_bytes(directory: Path) -> int:
     """Size of the volume on which ``directory`` lies or will be created."""
-    existing = directory
-    while not existing.exists():
-        existing = existing.parent
-    return shutil.disk_usage(existing).total
+    return shutil.disk_usage(_existing(directory)).total
+
+
+def free_bytes(directory: Path) -> int:
+    """Free space of that volume, for this user."""
+    return shutil.disk_usage(_existing(directory)).free
+
+
+def _existing(directory: Path) -> Path:
+    while not directory.exists():
+        directory = directory.parent
+    return directory
 
 
 def raise_descriptor_limit() -> int:

@@ -168,6 +168,7 @@ class Session:
     async def _greet(self) -> None:
         with trio.move_on_after(self._settings.hello_seconds):
             await self._next_message()
+            self._refuse_more()
             welcome = messages.Welcome(
                 version=limits.PROTOCOL_VERSION,
                 capabilities=CAPABILITIES,
@@ -185,9 +186,7 @@ class Session:
         if type(request) in ONE_WAY:
             await self._tell_ram_tier(Call(self.number, request))
             return
-        if self._connection.has_partial_frame:
-            # What came in one piece with the request is as wrong as what comes later.
-            self._connection.next_event()
+        self._refuse_more()
         slot = ReplySlot()
         await self._tell_ram_tier(Call(self.number, request), slot)
         reply, descriptors = await self._answer(slot)
@@ -201,6 +200,11 @@ class Session:
             raise _End(Ending.SLOW_READER) from None
         if isinstance(reply, messages.Failed):
             raise _End(Ending.PROTOCOL)
+
+    def _refuse_more(self) -> None:
+        """What came in one piece with a request is as wrong as what comes before its reply."""
+        if self._connection.has_partial_frame:
+            self._connection.next_event()
 
     async def _tell_ram_tier(self, message: ActorMessage, slot: ReplySlot | None = None) -> None:
         envelope = Envelope(message, slot)
@@ -267,7 +271,5 @@ class Session:
             detail=detail[:MAX_DETAIL_CHARACTERS],
             boot=self._settings.boot,
         )
-        with (
-            suppress(ProtocolError, OSError, trio.TooSlowError),
-        ):
+        with suppress(ProtocolError, OSError, trio.TooSlowError):
             await self._peer.send(self._connection.send(failed), seconds=FAREWELL_SECONDS)

@@ -15,7 +15,8 @@ from prefixcached.actors.ram_tier import RamTier
 from prefixcached.actors.ssd_settings import SsdTierConfig
 from prefixcached.actors.ssd_tier import SsdTier
 from prefixcached.actors.store import Store
-from prefixcached.daemon.config import Config, share_of
+from prefixcached.daemon.config import Config
+from prefixcached.daemon.sizes import parse_size, share_of
 
 
 class Storage:
@@ -26,6 +27,7 @@ class Storage:
     """
 
     def __init__(self, config: Config) -> None:
+        options = config.options
         self._ram_tier = RamTier(
             RamConfig(
                 ram_bytes=config.ram_bytes,
@@ -33,15 +35,25 @@ class Storage:
                 max_images=config.max_images,
                 segment_max_bytes=config.segment_max_bytes,
                 segment_min_tokens=config.segment_min_tokens,
-                put_min_tokens=config.put_min_tokens,
+                put_min_tokens=options.put_min_tokens,
+                idle_seconds=options.idle_seconds,
+                promote=options.promote,
+                retention=options.retention,
+                namespace_quota=options.namespace_quota,
+                pressure_target=options.pressure_target,
+                claim_min_tokens=options.claim_min_tokens,
+                label_ttl_seconds=options.label_ttl_seconds,
             )
         )
         self._ssd_tier: SsdTier | None = None
         self._prefetcher: Prefetcher | None = None
         if config.ssd_bytes:
             store = Store(config.state_dir, crash_point=crash_points.from_environment(os.environ))
+            daily_bytes = parse_size(options.ssd_daily_write_bytes, 0)
             self._ssd_tier = SsdTier(
-                store, self._ram_tier.mailbox, SsdTierConfig(cap_bytes=config.ssd_bytes)
+                store,
+                self._ram_tier.mailbox,
+                SsdTierConfig(cap_bytes=config.ssd_bytes, daily_write_bytes=daily_bytes or None),
             )
             self._prefetcher = Prefetcher(
                 store, self._ram_tier.mailbox, quarantined=self._ssd_tier.others_changed

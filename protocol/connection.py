@@ -41,7 +41,7 @@ from prefixcached.protocol import limits, messages
 from prefixcached.protocol.errors import LocalProtocolError, RemoteProtocolError
 from prefixcached.protocol.framing import FrameDecoder, Message, encode, tag_of
 
-CAPABILITIES: Final = ("cache", "prefetch", "flush", "claims", "labels", "objects")
+CAPABILITIES: Final = ("cache", "prefetch", "flush", "claims", "labels", "objects", "inspect")
 """Groups of messages that this version has; a later minor version adds names."""
 
 
@@ -106,6 +106,8 @@ REPLIES: Final[Mapping[MessageType, frozenset[MessageType]]] = {
     messages.Flush: frozenset({messages.Flushed}),
     messages.Clear: frozenset({messages.Cleared}),
     messages.Status: frozenset({messages.StatusReport}),
+    messages.List: frozenset({messages.Listing}),
+    messages.Explain: frozenset({messages.Explanation}),
 }
 """The legal replies to each request, beside `Failed`."""
 

@@ -53,6 +53,15 @@ more would let 16 MiB of bytes become a gigabyte of objects."""
 SEGMENT_MAX_BYTES: Final = 128 * MEBIBYTE
 """Default upper bound of one segment image: large enough to stream, small enough to evict."""
 
+MAX_LISTED: Final = 4096
+"""Images in one listing: more than anybody reads, and a fifth of MAX_VALUES."""
+
+MAX_CONTINUATIONS: Final = 4
+"""Held continuations that an explanation shows where a prompt leaves what is held."""
+
+MAX_CONTINUATION_TOKENS: Final = 32
+"""Tokens of each: enough to recognise the text."""
+
 PAGE_BYTES: Final = 16384
 """Allocation unit that budgets round up to: the page of Apple silicon, a multiple of Linux's."""
 

@@ -325,12 +325,88 @@ class StatusReport(Reply, frozen=True, tag="status-report"):
     report: dict[str, Any]
 
 
+# -- inspection ----------------------------------------------------------------------------------
+
+
+class List(Request, frozen=True, tag="list"):
+    """Ask what is held, one namespace or all when None, at most ``limit`` images."""
+
+    namespace: Namespace | None = None
+    limit: Annotated[int, msgspec.Meta(ge=1, le=limits.MAX_LISTED)] = 1000
+
+
+class Listed(msgspec.Struct, frozen=True):
+    """One image of a listing; it stands behind what it hangs on. ``depth`` counts branchings.
+
+    ``start`` and ``end`` are token positions, equal for a checkpoint and 0 for an object, which
+    has a ``key``. ``sharing`` counts the prompts' ends at or below it: how many branches use its
+    tokens. ``holders`` are leases, pins and puts in flight. ``idle_seconds`` is None where it was
+    not used since the daemon's start.
+    """
+
+    kind: Literal["segment", "checkpoint", "object"]
+    depth: Count
+    start: Count
+    end: Count
+    nbytes: Count
+    in_ram: bool
+    on_ssd: bool
+    idle_seconds: float | None
+    uses: Count
+    sharing: Count
+    holders: Count
+    key: Key = ""
+
+
+class ListedNamespace(msgspec.Struct, frozen=True):
+    """One namespace of a listing: all its images are counted, ``images`` may be the first few."""
+
+    namespace: Namespace
+    count: Count
+    images: Annotated[tuple[Listed, ...], msgspec.Meta(max_length=limits.MAX_LISTED)] = ()
+
+
+class Listing(Reply, frozen=True, tag="listing"):
+    """Answer to `List`. ``complete`` is false where the limit left something out."""
+
+    namespaces: Annotated[tuple[ListedNamespace, ...], msgspec.Meta(max_length=limits.MAX_LISTED)]
+    complete: bool = True
+
+
+class Explain(Request, frozen=True, tag="explain"):
+    """Ask what `Take` would find and why not more, changing nothing (rules T9, T11)."""
+
+    namespace: Namespace
+    tokens: Tokens
+
+
+class Explanation(Reply, frozen=True, tag="explanation"):
+    """Answer to `Explain`.
+
+    ``length`` tokens would be reused, ``ram_length`` of them from RAM alone; ``matched`` tokens of
+    the prompt are held, resumable or not. ``reason`` says why not more, empty where all is that
+    can be. ``continuations`` are the tokens that are held behind the first ``matched``, one for
+    each branch, packed, the most recently used first.
+    """
+
+    length: Count
+    ram_length: Count
+    matched: Count
+    reason: Text = ""
+    continuations: Annotated[
+        tuple[Annotated[bytes, msgspec.Meta(max_length=4 * limits.MAX_CONTINUATION_TOKENS)], ...],
+        msgspec.Meta(max_length=limits.MAX_CONTINUATIONS),
+    ] = ()
+
+
 OneWay = Release | Abandon | Unpin | DropClaim
 AnyRequest = (
     Hello | Take | Fetch | Release | Peek | Contains | Offer | Commit | Abandon
     | Prefetch | Unpin | DropClaim | CloseLabel | OfferObject | TakeObject | Flush | Clear | Status
+    | List | Explain
 )  # fmt: skip
 AnyReply = (
     Welcome | Failed | Hit | Miss | Descriptors | Length | Grant | Stored | Declined
     | Pinned | LabelClosed | Flushed | Cleared | StatusReport
+    | Listing | Explanation
 )  # fmt: skip

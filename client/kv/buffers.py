@@ -58,7 +58,9 @@ def prefer_huge_pages(view: NDArray[Any]) -> None:
     buffers took 0.25 s of processor time, and 0.09 s with huge pages. It is advice: where the
     system has none to give, nothing changes.
     """
-    if sys.platform != "linux" or view.nbytes < HUGE_PAGES_BYTES:
+    if sys.platform != "linux":
+        return
+    if view.nbytes < HUGE_PAGES_BYTES:
         return
     # Outwards to whole pages, so that the ranges of neighbouring buffers join.
     start = view.ctypes.data & -mmap.PAGESIZE

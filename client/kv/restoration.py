@@ -191,7 +191,7 @@ class Restoration:
         filled = transfers(
             placement.spans,
             placement.spans,
-            clip_to(positions(placement.spans), self._held[spec.window]),
+            _clip_to(positions(placement.spans), self._held[spec.window]),
         )
         rows = [(move.source, move.source + move.rows) for move in filled]
         return list(subtract([(0, placement.rows)], rows))
@@ -213,7 +213,7 @@ class Restoration:
         placement, memory = self._owners[extent.name], self._memory[extent.name]
         rows = extent.shape[spec.axis]
         moves = transfers(
-            packed(extent.ranges), placement.spans, clip_to(wanted, positions(placement.spans))
+            packed(extent.ranges), placement.spans, _clip_to(wanted, positions(placement.spans))
         )
         runs: list[Run] = []
         end, row_bytes = -1, spec.row_bytes
@@ -230,7 +230,7 @@ class Restoration:
         return runs
 
 
-def clip_to(ranges: Sequence[Range], allowed: Sequence[Range]) -> tuple[Range, ...]:
+def _clip_to(ranges: Sequence[Range], allowed: Sequence[Range]) -> tuple[Range, ...]:
     """Return the parts of ``ranges`` that lie in ``allowed``, in the order of ``ranges``."""
     return tuple(piece for start, end in allowed for piece in clip(ranges, start, end))
 

@@ -1,5 +1,6 @@
-"""What commands share: the socket option, and how a failure becomes an exit code."""
+"""What commands share: the socket option, sizes as text, how a failure becomes an exit code."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,3 +47,25 @@ def reported_failures(socket: Path) -> Iterator[None]:
         raise NoDaemonFailure(str(error)) from error
     except PrefixCachedError as error:
         raise click.ClickException(f"the daemon at {socket} failed: {error}") from error
+
+
+@contextmanager
+def waiting_for(what: str) -> Iterator[None]:
+    """Show on a terminal that ``what`` is under way; nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(what):
+        yield
+
+
+def bytes_text(count: int) -> str:
+    """Bytes for people: 1.5 MiB."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"

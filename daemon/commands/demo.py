@@ -1,5 +1,8 @@
 """`prefixcached demo`: a daemon and several processes that share one real model's prompts.
 
+Two acts: three processes share what the first computed, in RAM; then the daemon is killed and
+started again, and a fourth process finds the same on SSD.
+
 Everything happens in a temporary directory, which is removed at the end. The daemon and all model
 processes are children of this one, which owns them from start to end.
 """
@@ -9,39 +12,44 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
+
+if TYPE_CHECKING:
+    # `serve` imports this module as well, and stays small without rich.
+    from rich.console import Console
 
 SYSTEM: Final = (
-    "You are the assistant of a small public library in a town by the sea. Answer every question "
-    "in one short and friendly sentence, and never in more than twenty words. The library opens "
-    "at nine in the morning and closes at six in the evening, from Tuesday to Saturday. On Sunday "
-    "and Monday it is closed. A reader may borrow five books for three weeks, and two films for "
-    "one week. Whoever returns a book late pays ten cents a day. The reading room on the first "
-    "floor has twelve desks, fast internet and a view of the harbour. Children under twelve meet "
-    "every Wednesday afternoon, when Maria reads stories to them. New readers get their card at "
-    "the front desk and need a passport or an identity card. If you do not know something, say so "
-    "and name the front desk. Never talk about politics, and never give medical advice. You speak "
-    "English only, you stay calm with angry readers, and you thank everybody who asks you "
-    "something. You never promise a book that you have not seen on the shelf yourself."
+    "You are a helpful assistant who answers questions about the world for the visitors of a "
+    "small museum. The museum shows maps, globes, stuffed animals, minerals, old ships and a "
+    "large model of the solar system. Visitors of every age stand in front of you and ask about "
+    "what they have just seen. Give one short, correct and friendly answer in plain English, and "
+    "stop when you have given it. Use full sentences. Name the thing that was asked for. Give a "
+    "number where a number was asked for. Do not repeat the question, do not make lists, do not "
+    "use headings, and do not tell stories. If the question has more than one right answer, give "
+    "the best known one. If a child asks, use easy words. If a teacher asks, you may add one more "
+    "fact. If you do not know the answer, say that you do not know it, and send the visitor to "
+    "the desk at the entrance, where a guide is glad to help. The museum is open from nine to "
+    "five every day, and the last tour through all its rooms begins at four in the afternoon."
 )
-"""About 200 tokens of SmolLM2: what the processes share."""
+"""223 tokens of SmolLM2, which the processes share: what computing it costs can be felt."""
 
 QUESTIONS: Final = (
-    "How many books may I borrow?",
-    "When do the children meet?",
-    "Is the library open on Monday?",
+    "What is the capital of France?",
+    "How many legs does a spider have?",
+    "What is the largest planet of the solar system?",
 )
 
-START_SECONDS: Final = 60.0
-"""For a daemon to say READY on a machine that does much else."""
+LATER_QUESTION: Final = "Which ocean is the largest?"
+"""Asked by a process that starts after the daemon was killed and started again."""
+
+LOAD_SECONDS: Final = 30.0
+"""For a new daemon to read the headers of a handful of files."""
 
 Show = Callable[[int, int], None]
 
@@ -61,9 +69,12 @@ class DemoFailure(click.ClickException):
 def demo(model_dir: Path | None, max_tokens: int, as_json: bool) -> None:
     """Show three processes share a system prompt through a daemon, with a real small model.
 
-    Fails unless the second and third process reuse all of it, and unless all answers equal those
-    of a run that resumes the same tokens without a daemon.
+    Fails unless the second and third process reuse all of it, unless a fourth one does so from SSD
+    after the daemon was killed and started again, and unless all answers equal those of a run that
+    resumes the same tokens without a daemon.
     """
+    from rich.console import Console
+
     from prefixcached.client.demo_model import DemoModelMissingError
 
     console = Console(stderr=as_json)
@@ -81,11 +92,13 @@ def demo(model_dir: Path | None, max_tokens: int, as_json: bool) -> None:
     _check(report)
 
 
-def _prepare(folder: Path, console: Console) -> Path:
+def _prepare(folder: Path, console: "Console") -> Path:
+    from rich.progress import Progress
+
     from prefixcached.client.demo_model import MODEL_NAME, prepare
 
-    with Progress(console=console, transient=True) as progress:
-        console.print(f"Preparing {MODEL_NAME} in {folder}")
+    console.print(f"Preparing {MODEL_NAME} in {folder}")
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("Dequantising", total=None)
         return prepare(
             folder,
@@ -93,14 +106,15 @@ def _prepare(folder: Path, console: Console) -> Path:
         )
 
 
-def _share(home: Path, model: Path, max_tokens: int, console: Console) -> dict[str, Any]:
+def _share(home: Path, model: Path, max_tokens: int, console: "Console") -> dict[str, Any]:
     """Let the processes answer, and one more without the daemon; return what they said."""
     from prefixcached.client import connect
 
+    questions = (*QUESTIONS, LATER_QUESTION)
     answers: list[dict[str, Any]] = []
     with ExitStack() as stack:
         console.print("Starting the daemon")
-        socket = stack.enter_context(_daemon(home))
+        socket, daemon = stack.enter_context(_daemon(home))
         console.print(f"Starting {len(QUESTIONS)} processes, each loads the model")
         workers = [
             stack.enter_context(_worker(home / f"process-{number}.log", model, socket))
@@ -112,19 +126,45 @@ def _share(home: Path, model: Path, max_tokens: int, console: Console) -> dict[s
             answers.append(_ask(worker, question, max_tokens, 0, f"Process {number}", console))
         with connect(socket, fail_open=False) as cache:
             statistics = cache.stats()
+            flushed = cache.flush()
+        console.print(f"Flushed {flushed.written} images to SSD; killing the daemon (SIGKILL)")
+        daemon.process.kill()
+        daemon.process.wait()
+    console.print("Starting the daemon again, and one more process")
+    with (
+        _daemon(home) as (socket, _),
+        _worker(home / f"process-{len(questions)}.log", model, socket) as late,
+    ):
+        _wait_for(late, "ready")
+        _wait_until_loaded(socket)
+        number = len(questions)
+        answers.append(_ask(late, LATER_QUESTION, max_tokens, 0, f"Process {number}", console))
+        with connect(socket, fail_open=False) as cache:
+            restarted = cache.stats()
     console.print("Answering again in one process without a daemon, from the same tokens on")
     with _worker(home / "alone.log", model, None) as alone:
         _wait_for(alone, "ready")
         expected = [
             _ask(alone, question, max_tokens, answer["reused"], "Without a daemon", console)
-            for question, answer in zip(QUESTIONS, answers, strict=True)
+            for question, answer in zip(questions, answers, strict=True)
         ]
     return {
         "processes": answers,
         "without_daemon": expected,
         "shared_prefixes": _shared_prefixes([answer["prompt"] for answer in answers]),
         "daemon": statistics,
+        "restarted_daemon": restarted,
     }
+
+
+def _wait_until_loaded(socket: Path) -> None:
+    """Return once the daemon has read its index; hits appear as it grows."""
+    from prefixcached.client import connect
+
+    deadline = time.monotonic() + LOAD_SECONDS
+    with connect(socket, fail_open=False) as cache:
+        while cache.stats()["ram_tier"]["loading"] and time.monotonic() < deadline:
+            time.sleep(0.05)
 
 
 def _shared_prefixes(prompts: list[list[int]]) -> list[int]:
@@ -138,6 +178,8 @@ def _shared_prefixes(prompts: list[list[int]]) -> list[int]:
 
 
 def _check(report: dict[str, Any]) -> None:
+    if not report["restarted_daemon"]["ram_tier"]["takes"]["ssd_hits"]:
+        raise DemoFailure("the process after the restart did not reuse what is on SSD")
     pairs = zip(report["processes"], report["without_daemon"], strict=True)
     for number, (answer, expected) in enumerate(pairs, 1):
         shared = report["shared_prefixes"][number - 1]
@@ -152,8 +194,10 @@ def _check(report: dict[str, Any]) -> None:
             )
 
 
-def _print(report: dict[str, Any], console: Console) -> None:
-    table = Table(title="One system prompt, three processes", title_justify="left")
+def _print(report: dict[str, Any], console: "Console") -> None:
+    from rich.table import Table
+
+    table = Table(title="One system prompt, four processes", title_justify="left")
     for column in ("process", "prompt tokens", "reused tokens", "seconds to first token"):
         table.add_column(column, justify="right")
     table.add_column("answer")
@@ -172,27 +216,43 @@ def _print(report: dict[str, Any], console: Console) -> None:
         f"gave {ram['takes']['tokens_reused']} of {ram['takes']['tokens_requested']} tokens asked "
         "for."
     )
+    console.print(
+        f"Process {len(report['processes'])} started after the daemon was killed and started "
+        "again: what it reused came from SSD."
+    )
     console.print("Without the daemon, one process gave the same answers from the same tokens on.")
 
 
 # -- processes ----------------------------------------------------------------------------------
 
-Child = subprocess.Popen[str]
+
+class Child(NamedTuple):
+    """A process with JSON or plain lines on its pipes, and the file of its standard error."""
+
+    questions: IO[str]
+    answers: IO[str]
+    log: Path
+    process: subprocess.Popen[str]
+
+    def failure(self, what: str) -> DemoFailure:
+        """Return an error that ends with the child's last words."""
+        return DemoFailure(f"{what}\n{self.log.read_text(errors='replace')[-2000:]}")
 
 
 @contextmanager
-def _daemon(home: Path) -> Iterator[Path]:
-    """A daemon of its own, READY; it ends with the context."""
+def _daemon(home: Path) -> Iterator[tuple[Path, Child]]:
+    """A daemon of its own, READY, and its socket; it ends with the context."""
     socket = home / "socket"
     command = [
         sys.executable, "-m", "prefixcached.daemon.cli", "serve",
         "--socket", str(socket), "--state-dir", str(home / "state"),
+        "--ram-bytes", "1GiB", "--ssd-bytes", "2GiB",
     ]  # fmt: skip
     with _child(command, home / "daemon.log", {}) as child:
-        line = _line(child)
+        line = child.answers.readline()
         if not line.startswith("READY "):
-            raise DemoFailure(f"the daemon said {line!r} and not READY\n{_log(child)}")
-        yield socket
+            raise child.failure(f"the daemon said {line!r} and not READY")
+        yield socket, child
 
 
 @contextmanager
@@ -211,37 +271,40 @@ def _worker(log: Path, model: Path, socket: Path | None) -> Iterator[Child]:
 
 @contextmanager
 def _child(command: list[str], log: Path, environment: dict[str, str]) -> Iterator[Child]:
-    with log.open("w", encoding="utf-8") as stderr:
-        child = subprocess.Popen(
+    with (
+        log.open("w", encoding="utf-8") as stderr,
+        subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,
             env=os.environ | environment,
             text=True,
-        )
-    with child:
-        child.args = [*command, str(log)]
+        ) as process,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
         try:
-            yield child
+            yield Child(process.stdin, process.stdout, log, process)
         finally:
-            child.terminate()
+            process.terminate()
 
 
 def _ask(
-    worker: Child, question: str, max_tokens: int, reused: int, who: str, console: Console
+    worker: Child, question: str, max_tokens: int, reused: int, who: str, console: "Console"
 ) -> dict[str, Any]:
+    from rich.progress import Progress
+
     request = {
         "system": SYSTEM,
         "question": question,
         "max_tokens": max_tokens,
         "reused": reused,
     }
-    assert worker.stdin is not None
-    worker.stdin.write(json.dumps(request) + "\n")
-    worker.stdin.flush()
-    with Progress(console=console, transient=True) as progress:
-        console.print(f"{who}: {question}")
+    worker.questions.write(json.dumps(request) + "\n")
+    worker.questions.flush()
+    console.print(f"{who}: {question}")
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("Prompt", total=None)
         return _wait_for(
             worker,
@@ -252,20 +315,10 @@ def _ask(
 
 def _wait_for(worker: Child, event: str, show: Show | None = None) -> dict[str, Any]:
     """Return the worker's next ``event``, showing its progress until then."""
-    while line := _line(worker):
+    while line := worker.answers.readline():
         told: dict[str, Any] = json.loads(line)
         if told.pop("event") == event:
             return told
         if show is not None:
             show(told["done"], told["total"])
-    raise DemoFailure(f"a model process ended early\n{_log(worker)}")
-
-
-def _line(child: Child) -> str:
-    assert child.stdout is not None
-    return child.stdout.readline()
-
-
-def _log(child: Child) -> str:
-    assert isinstance(child.args, list)
-    return Path(str(child.args[-1])).read_text(encoding="utf-8", errors="replace")[-2000:]
+    raise worker.failure("a model process ended early")

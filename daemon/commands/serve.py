@@ -5,39 +5,25 @@ import sys
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 import structlog
 import trio
 
-from prefixcached.daemon import app, config, logs
+from prefixcached.daemon import app, config, logs, options
 from prefixcached.daemon.commands.common import EXIT_FAILED, socket_option
+from prefixcached.daemon.commands.option_flags import option_flags, settings
 from prefixcached.daemon.errors import StartError
 from prefixcached.daemon.storage import Storage
 
 log = structlog.get_logger()
 
 
-@click.command()
+@click.command(epilog="Example: prefixcached serve --ram-bytes 8GiB --ssd-bytes 200GiB")
 @socket_option
-@click.option(
-    "--state-dir",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Directory of what is kept on SSD.",
-)
-@click.option(
-    "--ram-bytes",
-    default=config.DEFAULT_RAM_SIZE,
-    show_default=True,
-    help="Cap of the RAM tier: 8GiB, or a share of memory.",
-)
-@click.option(
-    "--ssd-bytes",
-    default=config.DEFAULT_SSD_SIZE,
-    show_default=True,
-    help="Cap of the SSD tier: 100GiB, or a share of the volume; 0 turns it off.",
-)
-def serve(socket: Path, state_dir: Path | None, ram_bytes: str, ssd_bytes: str) -> None:
+@option_flags
+def serve(socket: Path, config_file: Path | None, **flags: Any) -> None:
     """Run the daemon in the foreground until SIGTERM or Ctrl-C.
 
     Prints one line, READY and the socket's path, when it serves; logs to standard error.
@@ -45,17 +31,13 @@ def serve(socket: Path, state_dir: Path | None, ram_bytes: str, ssd_bytes: str) 
     # Whatever this process creates is its user's alone (rules C1, D9).
     os.umask(0o077)
     logs.configure()
-    try:
-        settings = config.load(
-            socket=socket, state_dir=state_dir, ram_size=ram_bytes, ssd_size=ssd_bytes
-        )
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
+    chosen = options.options_of(settings(flags, config_file))
+    effective = config.load(chosen, socket=socket)
     # What an except* clause raises comes out as a group again, so both act after it.
     refusal: BaseException | None = None
     failed = False
     try:
-        trio.run(app.serve, settings, Storage(settings), partial(_announce, settings.socket))
+        trio.run(app.serve, effective, Storage(effective), partial(_announce, effective.socket))
     except* StartError as group:
         refusal = _first(group)
     except* Exception:

@@ -6,18 +6,23 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from prefixcached.actors import tree
 from prefixcached.actors.desk import RamConfig
+from prefixcached.actors.entries import Segment
 from prefixcached.actors.retention_policy import (
     DEFAULT_POLICY,
-    MAX_USES,
     POLICIES,
+    PROTECTED_SHARE,
     CostSize,
+    Segmented,
     policy_named,
 )
 from prefixcached.protocol import messages as wire
+from prefixcached.protocol.tokens import pack_tokens, token_array
 from tests.support.core import PAGE, Core, small_config
 from tests.support.core_checks import check_core
 from tests.support.core_machine import machine_settings
+from tests.support.core_payload import encoded
 from tests.support.core_traffic import ENTRY_TOKENS, entry_of, in_ram, put, read
 
 CAP_PAGES = 6
@@ -84,6 +89,62 @@ def test_cost_size_lets_what_is_not_used_any_more_go() -> None:
     assert next(names) < 20
 
 
+def test_segmented_evicts_what_was_never_hit_first() -> None:
+    """E3, E9: newly stored entries pass by what was hit once, however long ago."""
+    core = core_with("segmented", pages=4)
+    for name in (1, 2):
+        put(core, name)
+        read(core, name)
+    for name in range(3, 50):
+        put(core, name)
+    assert in_ram(core) == {1, 2, 48, 49}
+
+
+def test_segmented_protects_most_of_the_cap_only() -> None:
+    """E3: beyond the protected share the least recently hit are as good as new ones again."""
+    core = core_with("segmented", pages=10)
+    for name in range(1, 11):
+        put(core, name)
+        read(core, name)
+    put(core, 11)
+    put(core, 12)
+    assert in_ram(core) == {3, 4, 5, 6, 7, 8, 9, 10, 11, 12}
+    put(core, 13)
+    assert in_ram(core) == {3, 4, 5, 6, 7, 8, 9, 10, 12, 13}
+
+
+def test_segmented_forgets_what_leaves() -> None:
+    """E3: whatever leaves RAM, by eviction or clear, leaves the protected share too."""
+    core = core_with("segmented")
+    policy = core.index._policy
+    assert isinstance(policy, Segmented)
+    for name in (1, 2, 3):
+        put(core, name)
+        read(core, name)
+    assert policy.protected_bytes == 3 * PAGE
+    core.reply(1, wire.Clear())
+    assert policy.protected_bytes == 0
+
+
+def test_a_continuation_inherits_and_a_branch_does_not() -> None:
+    """E9: who goes on with a conversation reads its end; a branch has to earn its first hit."""
+    core = core_with("segmented", pages=100)
+    base = tuple(range(100, 300))
+
+    def store(tokens: tuple[int, ...]) -> Segment:
+        offer = wire.Offer("plain", pack_tokens(tokens), encoded("plain"))
+        core.reply(1, wire.Commit(core.reply(1, offer).put))
+        last = tree.walk(core.index.namespaces["plain"].root, token_array(offer.tokens)).last
+        assert last is not None
+        return last
+
+    assert store(base).uses == 0
+    core.call(1, wire.Take("plain", pack_tokens((*base, 1))))
+    assert store((*base, *range(1, 20))).uses == 1
+    assert store((*base, *range(30, 50))).uses == 0
+    assert store((*base[:50], *range(1, 20))).uses == 0
+
+
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_puts_are_no_uses(policy: str) -> None:
     """E9: storing a path over and over does not make it popular."""
@@ -109,6 +170,7 @@ class Model:
         self.uses: dict[int, int] = {}
         self.used: dict[int, int] = {}
         self.priority: dict[int, float] = {}
+        self.protected: list[int] = []
 
     def use(self, name: int, hits: int) -> None:
         self.clock += 1
@@ -125,6 +187,8 @@ class Model:
                 self.age = max(self.age, self.priority[victim])
                 del self.pages[victim]
                 del self.uses[victim]
+                if victim in self.protected:
+                    self.protected.remove(victim)
             self.pages[name] = pages
         self.use(name, 0)
 
@@ -143,11 +207,18 @@ def _cost_size(model: Model, name: int) -> float:
     return model.age + value + model.used[name] * 1e-9
 
 
-def _frequency(model: Model, name: int) -> float:
-    return model.age + 1 + min(model.uses[name], MAX_USES) + model.used[name] * 1e-9
+def _segmented(model: Model, name: int) -> float:
+    if not model.uses[name]:
+        return float(model.used[name])
+    model.protected = [n for n in model.protected if n != name] + [name]
+    while sum(model.pages[n] for n in model.protected) > PROTECTED_SHARE * CAP_PAGES:
+        if model.protected == [name]:
+            break
+        model.priority[model.protected.pop(0)] = float(model.used[name])
+    return 1e12 + model.used[name]
 
 
-MODELS = {"lru": _lru, "cost-size": _cost_size, "frequency": _frequency}
+MODELS = {"lru": _lru, "cost-size": _cost_size, "segmented": _segmented}
 
 
 class PolicyMachine(RuleBasedStateMachine):

@@ -109,6 +109,7 @@ def survivors(path: Path, data: dict[str, bytes]) -> set[str]:
     return whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "barriers_lie"),
     [(0, False), (1, False), (2, True)],

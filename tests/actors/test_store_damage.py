@@ -86,6 +86,7 @@ def test_appended_bytes(store: Store) -> None:
     assert is_refused(store, entry)
 
 
+@pytest.mark.slow
 def test_flipped_bits_anywhere(store: Store) -> None:
     """D3: 1,000 random flipped bits of a small store, each found by reading."""
     entries = [write(store, one) for one in every_kind()]

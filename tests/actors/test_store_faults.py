@@ -112,6 +112,7 @@ def check(path: Path, entries: dict[str, FileEntry], succeeded: set[str]) -> Non
     store.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True], ids=["once", "persistent"])
 @pytest.mark.parametrize("error", ERRORS, ids=lambda e: errno.errorcode[e])
 def test_every_call_may_fail(scratch: Path, error: int, *, persistent: bool) -> None:

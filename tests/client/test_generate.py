@@ -110,6 +110,24 @@ def test_failure_in_between_stores_no_answer(cache: Cache) -> None:
     assert session.shared([*session.prompt, token, 9], max_tokens=1, cache=cache)[1] == 59
 
 
+def test_failure_in_the_prompt_drops_the_claim(cache: Cache) -> None:
+    """Q1: who fails to compute a prompt keeps nobody waiting, even where the error is kept."""
+    session = Session("llama")
+    prompt = models.tokens("llama", 600)
+
+    def progress(processed: int, total: int) -> None:
+        assert cache.statistics().claims == 1
+        raise KeyError(processed, total)
+
+    responses = stream_generate(
+        session.model, session.tokenizer, prompt, cache=cache, prompt_progress_callback=progress
+    )
+    with pytest.raises(KeyError) as kept:
+        next(responses)
+    assert cache.statistics().claims == 0
+    assert kept.value.args == (0, 600)
+
+
 @pytest.mark.parametrize("step", [7, 2048])
 def test_checkpoints(cache: Cache, step: int) -> None:
     """DESIGN 6: further positions are shared, where a recurrent model can be resumed."""
@@ -164,7 +182,7 @@ def test_bypasses(cache: Cache) -> None:
     forbidden = mx.array([session.plain(session.prompt, max_tokens=1)[0]])
 
     def processor(tokens: mx.array, logits: mx.array) -> mx.array:
-        assert tokens.tolist()[:60] == session.prompt
+        assert mx.array_equal(tokens[:60], mx.array(session.prompt))
         logits[..., forbidden] = -mx.inf
         return logits
 

@@ -247,25 +247,46 @@ def test_a_closed_pool_is_closed(pool: Pool, daemon: SmallDaemon) -> None:
         ask(pool)
 
 
-def test_a_pin_keeps_its_connection_until_released(pool: Pool, daemon: SmallDaemon) -> None:
-    """F1: a pin ends with its release, or with the process that forgot it."""
-    for forget in (False, True):
-        wire = pool.take_out(within(5))
-        loan = Loan(pool, wire)
-        pin = Pin(Hold(loan, messages.Unpin(1)), 7)
-        loan.end()
-        del loan
-        assert pool.statistics().lent == 1
-        if not forget:
-            pin.release()
-            pin.release()
-            assert wire.is_open
-        del pin
+def pinned(pool: Pool) -> tuple[Pin, Wire]:
+    """Return a pin as `prefetch` makes it, and its wire."""
+    wire = pool.take_out(within(5))
+    loan = Loan(pool, wire)
+    pin = Pin(Hold(loan, messages.Unpin(1)), 7)
+    loan.end()
+    assert pool.statistics().lent == 1
+    return pin, wire
+
+
+@pytest.mark.parametrize("forget", [False, True])
+def test_a_pin_keeps_its_connection_until_released(
+    pool: Pool, daemon: SmallDaemon, forget: bool
+) -> None:
+    """F1: a pin ends with its release, or with its last reference; once."""
+    pin, wire = pinned(pool)
+    if not forget:
+        pin.release()
+        pin.release()
+    del pin
+    gc.collect()
+    assert (pool.statistics().lent, pool.statistics().idle) == (0, 1)
+    assert wire.is_open
+    assert daemon.wait_until(lambda: messages.Unpin(1) in daemon.requests)
+    assert daemon.requests.count(messages.Unpin(1)) == 1
+
+
+def test_a_collection_within_the_pool_closes_a_forgotten_pins_connection(
+    pool: Pool, daemon: SmallDaemon
+) -> None:
+    """F1: a collection never waits for the lock that the interrupted code holds."""
+    pin, wire = pinned(pool)
+    cycle: list[object] = [pin]
+    cycle.append(cycle)
+    with pool._lock:
+        del pin, cycle
         gc.collect()
-        assert pool.statistics().idle == (0 if forget else 1)
-        assert wire.is_open is not forget
-        del wire
-        assert pool.statistics().lent == 0
+    assert not wire.is_open
+    assert (pool.statistics().lent, pool.statistics().idle) == (0, 0)
+    assert daemon.wait_until(lambda: daemon.connections == 0)
 
 
 def run_in_child(work: object) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """`PromptCache`: one model's namespaces, with a real daemon (rules N2 to N4)."""
 
+import copy
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,8 +87,8 @@ def test_quantised_and_plain_kv_of_one_prompt(cache: Cache) -> None:
     kv, reused = shared.fetch(TOKENS[:200])
     assert (reused, type(kv[0])) == (80, KVCache)
     prefill(shared.model, kv, TOKENS[80:150])
-    kv = [entry.to_quantized(group_size=32, bits=8) for entry in kv]
-    assert shared.store(TOKENS[:150], kv)
+    quantised = [entry.to_quantized(group_size=32, bits=8) for entry in kv]
+    assert shared.store(TOKENS[:150], quantised)
     kv, reused = shared.fetch(TOKENS)
     assert (reused, type(kv[0])) == (150, QuantizedKVCache)
     # Below the start no cache would be quantised yet: what is quantised there is not usable.
@@ -99,6 +100,36 @@ def test_quantised_and_plain_kv_of_one_prompt(cache: Cache) -> None:
         build("llama"), cache=cache, kv_bits=8, kv_group_size=32, quantized_kv_start=120
     )
     assert others.fetch(TOKENS)[1] == 80
+
+
+def test_a_claim_lives_as_long_as_the_caches(cache: Cache) -> None:
+    """Q1: who fetched a long prompt claims it until it is stored, dropped or given up."""
+    shared = PromptCache(build("llama"), cache=cache)
+    kv, _ = shared.fetch(TOKENS)
+    assert cache.statistics().claims == 1
+    copied = copy.deepcopy(kv)
+    assert type(copied) is list
+    del kv
+    assert cache.statistics().claims == 0
+    kv, _ = shared.fetch(TOKENS)
+    kv.drop_claim()
+    assert cache.statistics().claims == 0
+    kv, _ = shared.fetch(TOKENS)
+    prefill(shared.model, kv, TOKENS[:-1])
+    assert cache.statistics().claims == 1
+    assert shared.store(TOKENS[:-1], kv)
+    assert cache.statistics().claims == 0
+
+
+def test_a_quantised_prompt_is_claimed_once(cache: Cache) -> None:
+    """Q1, N4: of the two formats that are asked for, the one that will be stored is claimed."""
+    shared = PromptCache(build("llama"), cache=cache, kv_bits=8, quantized_kv_start=100)
+    kv, _ = shared.fetch(TOKENS)
+    assert cache.statistics().claims == 1
+    prefill(shared.model, kv, TOKENS[:-1])
+    quantised = [entry.to_quantized(group_size=64, bits=8) for entry in kv]
+    assert shared.store(TOKENS[:-1], quantised)
+    assert cache.statistics().claims == 0
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "exaone4", "deepseek_v32"])

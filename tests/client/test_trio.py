@@ -23,7 +23,7 @@ from prefixcached.client import (
     Stored,
     UseAfterClose,
 )
-from prefixcached.client import trio as client_trio
+from prefixcached.client import programs
 from prefixcached.client.trio import INLINE_BYTES, Cache
 from prefixcached.client.trio_wire import TrioWire
 from prefixcached.protocol import messages
@@ -240,7 +240,7 @@ async def _cancel_at(scope: trio.CancelScope, checkpoint: int, call: Awaitable[o
 
 async def test_much_is_copied_in_a_thread_that_ends_before_the_call(daemon: SmallDaemon) -> None:
     """DESIGN 1.7: a copy lets other tasks run; a cancelled call waits for the end of its copy."""
-    tokens = list(range(INLINE_BYTES // 128))
+    tokens = list(range(INLINE_BYTES // 64))
     daemon.segment_max_bytes = 1 << 30
     copying, go_on = threading.Event(), threading.Event()
     threads: list[int] = []
@@ -259,7 +259,7 @@ async def test_much_is_copied_in_a_thread_that_ends_before_the_call(daemon: Smal
 
     async with client(daemon, timeout=60, adapter=SlowAdapter()) as cache:
         await store(cache, tokens)
-        real_copy = client_trio.programs.copy
+        real_copy = programs.copy
 
         def slow_copy(*arguments: Any) -> None:
             threads.append(threading.get_ident())
@@ -268,7 +268,7 @@ async def test_much_is_copied_in_a_thread_that_ends_before_the_call(daemon: Smal
             real_copy(*arguments)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(client_trio.programs, "copy", slow_copy)
+            patch.setattr(programs, "copy", slow_copy)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(hit, cache, tokens)
                 await trio.to_thread.run_sync(copying.wait)

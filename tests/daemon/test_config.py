@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from prefixcached.daemon import config, resources
+from prefixcached.daemon.options import Options
+from prefixcached.daemon.sizes import parse_size
 
 
 @pytest.mark.parametrize(
@@ -29,14 +31,14 @@ from prefixcached.daemon import config, resources
 )
 def test_sizes_are_read_as_people_write_them(text: str | int, expected: int) -> None:
     """Binary and decimal units, plain bytes, and shares of the whole."""
-    assert config.parse_size(text, 1000) == expected
+    assert parse_size(text, 1000) == expected
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "8 apples", "-1", -1, "1e9", "101%", "8GiBs", "٣GiB"])
 def test_what_is_no_size_is_refused(text: str | int) -> None:
     """A typing error is not a cap of zero."""
     with pytest.raises(ValueError, match=r"size|negative|more than"):
-        config.parse_size(text, 1000)
+        parse_size(text, 1000)
 
 
 def test_paths_are_absolute_and_the_lock_lies_beside_the_socket(
@@ -44,7 +46,8 @@ def test_paths_are_absolute_and_the_lock_lies_beside_the_socket(
 ) -> None:
     """The daemon may change its directory later; launchd starts it in /."""
     monkeypatch.chdir(tmp_path)
-    loaded = config.load(socket=Path("a/s"), state_dir=Path("b"), ram_size="1MiB", ssd_size="50%")
+    options = Options(state_dir=Path("b"), ram_bytes="1MiB", ssd_bytes="50%")
+    loaded = config.load(options, socket=Path("a/s"))
     assert loaded.socket == tmp_path / "a" / "s"
     assert loaded.lock_file == tmp_path / "a" / "s.lock"
     assert loaded.segments_dir == tmp_path / "b" / "segments.noindex"
@@ -53,11 +56,20 @@ def test_paths_are_absolute_and_the_lock_lies_beside_the_socket(
     assert not (tmp_path / "b").exists()
 
 
-def test_the_default_caps_are_a_share_of_memory_and_no_ssd(tmp_path: Path) -> None:
-    """FIELD 3: a fixed default makes a small machine swap."""
-    loaded = config.load(socket=tmp_path / "s", state_dir=tmp_path)
+def test_the_default_caps_are_shares_of_memory_and_of_free_disk(tmp_path: Path) -> None:
+    """FIELD 3: a fixed default makes a small machine swap; the SSD tier is on by default."""
+    loaded = config.load(Options(state_dir=tmp_path), socket=tmp_path / "s")
     assert loaded.ram_bytes == resources.memory_bytes() * 12 // 100
-    assert loaded.ssd_bytes == 0
+    assert 0 < loaded.ssd_bytes <= 100 << 30
+    assert loaded.ssd_bytes <= resources.volume_bytes(tmp_path) // 10
+
+
+def test_the_ssd_tier_never_takes_more_than_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default is a tenth of what is free, and at most 100 GiB of a large disk."""
+    monkeypatch.setattr(resources, "free_bytes", lambda directory: 500 << 30)
+    assert config.ssd_bytes("auto", Path("/")) == 50 << 30
+    monkeypatch.setattr(resources, "free_bytes", lambda directory: 8 << 40)
+    assert config.ssd_bytes("auto", Path("/")) == 100 << 30
 
 
 @pytest.mark.parametrize(

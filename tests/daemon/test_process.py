@@ -6,7 +6,8 @@ import socket
 import stat
 import subprocess
 import sys
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from prefixcached.protocol import messages as m
@@ -16,15 +17,16 @@ from tests.daemon.clients import HELLO
 from tests.support.daemon_process import DaemonProcess
 
 
-def greet(daemon: DaemonProcess) -> tuple[socket.socket, Connection]:
+@contextmanager
+def greeted(daemon: DaemonProcess) -> Iterator[tuple[socket.socket, Connection]]:
     """A blocking connection to it, greeted."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.settimeout(10)
-    sock.connect(str(daemon.socket))
-    connection = Connection(Role.CLIENT)
-    sock.sendall(connection.send(HELLO))
-    assert isinstance(hear(sock, connection), m.Welcome)
-    return sock, connection
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(30)
+        sock.connect(str(daemon.socket))
+        connection = Connection(Role.CLIENT)
+        sock.sendall(connection.send(HELLO))
+        assert isinstance(hear(sock, connection), m.Welcome)
+        yield sock, connection
 
 
 def hear(sock: socket.socket, connection: Connection) -> object:
@@ -37,8 +39,7 @@ def hear(sock: socket.socket, connection: Connection) -> object:
 
 
 def report(daemon: DaemonProcess) -> dict[str, Any]:
-    sock, connection = greet(daemon)
-    with closing(sock):
+    with greeted(daemon) as (sock, connection):
         sock.sendall(connection.send(m.Status()))
         reply = hear(sock, connection)
     assert isinstance(reply, m.StatusReport)
@@ -47,8 +48,7 @@ def report(daemon: DaemonProcess) -> dict[str, Any]:
 
 def test_sigterm_ends_with_0_and_removes_the_socket(daemon: DaemonProcess) -> None:
     """A stop in good order, with a client connected, leaves only the lock file."""
-    sock, _ = greet(daemon)
-    with closing(sock):
+    with greeted(daemon) as (sock, _):
         assert stat.S_IMODE(daemon.socket.stat().st_mode) == 0o600
         assert daemon.terminate() == 0
         assert sock.recv(1) == b""

@@ -1,5 +1,6 @@
 """Sessions: what passes between a client and RamTier, and how a session ends."""
 
+import gc
 import os
 import socket
 from pathlib import Path
@@ -246,9 +247,20 @@ async def test_bytes_while_a_reply_is_pending_end_the_session(front: Front) -> N
     assert front.ram_tier.calls == [m.Flush()]
 
 
+async def test_a_request_in_one_piece_with_hello_is_refused(front: Front) -> None:
+    """C2, C3: a client reads what the daemon speaks before it asks for anything."""
+    client = fresh(front)
+    await client.send(encode(HELLO) + encode(TAKE))
+    failed = await client.failed()
+    assert "hello was pending" in failed.detail
+    client.close()
+    assert front.ram_tier.calls == []
+
+
 async def test_descriptors_from_a_client_are_closed(front: Front) -> None:
     """C3: a daemon accepts none, and none stays open."""
     async with connected(front.path) as client:
+        gc.collect()  # what earlier tests left must not be closed in between
         before = len(os.listdir("/dev/fd"))
         await client.send(encode(TAKE), [0, 1, 2])
         failed = await client.failed()

@@ -50,6 +50,9 @@ REQUESTS: Final = (
     m.Clear(namespace="n"),
     m.Clear(),
     m.Status(),
+    m.List(),
+    m.List(namespace="n", limit=7),
+    m.Explain(namespace="n", tokens=TOKENS),
 )
 
 REPLIES: Final = (
@@ -75,5 +78,21 @@ REPLIES: Final = (
     m.LabelClosed(labels=2),
     m.Flushed(written=1, skipped=2, failed=3, complete=False),
     m.Cleared(images=3, ram_bytes=49152),
+    m.Listing(
+        namespaces=(
+            m.ListedNamespace(
+                namespace="n",
+                count=2,
+                images=(
+                    m.Listed("segment", 0, 0, 512, 49152, True, False, 1.5, 3, 2, 1),
+                    m.Listed("object", 0, 0, 0, 96, False, True, None, 0, 1, 0, key="image"),
+                ),
+            ),
+        ),
+        complete=False,
+    ),
+    m.Explanation(
+        length=256, ram_length=0, matched=300, reason="diverged", continuations=(TOKENS[:128],)
+    ),
     m.StatusReport(report={"ram_tier": {"images": 3, "by": {"state": 1.5}, "on": True, "x": None}}),
 )

@@ -190,27 +190,27 @@ def chat(seed: int) -> Iterator[Turn]:
     """Conversations alone: 30 at a time, three system prompts."""
     traffic = Traffic(seed)
     systems = [traffic.tokens(800, 3000) for _ in range(3)]
-    return traffic.conversations(30, 1500, systems)
+    return traffic.conversations(30, 1000, systems)
 
 
 def chat_and_sweeps(seed: int) -> Iterator[Turn]:
     """The same with a batch sweep of 250 prompts after every 150 turns."""
     traffic = Traffic(seed)
     systems = [traffic.tokens(800, 3000) for _ in range(3)]
-    steady = traffic.conversations(30, 1200, systems)
+    steady = traffic.conversations(30, 800, systems)
     return traffic.bursts(steady, lambda: traffic.sweep(250), 150, 250)
 
 
 def shared_prompts(seed: int) -> Iterator[Turn]:
     """Short tasks behind 12 long system prompts."""
     traffic = Traffic(seed)
-    return traffic.tasks(1200, [traffic.tokens(2000, 8000) for _ in range(12)])
+    return traffic.tasks(700, [traffic.tokens(2000, 8000) for _ in range(12)])
 
 
 def branching(seed: int) -> Iterator[Turn]:
-    """Six agents that branch four ways at each step."""
+    """Five agents that branch four ways at each step."""
     traffic = Traffic(seed)
-    return traffic.mix([traffic.branches(25, 4) for _ in range(6)])
+    return traffic.mix([traffic.branches(12, 4) for _ in range(5)])
 
 
 def everything(seed: int) -> Iterator[Turn]:
@@ -218,9 +218,9 @@ def everything(seed: int) -> Iterator[Turn]:
     traffic = Traffic(seed)
     systems = [traffic.tokens(800, 3000) for _ in range(3)]
     steady = traffic.mix([
-        traffic.conversations(20, 700, systems),
-        traffic.tasks(250, [traffic.tokens(2000, 8000) for _ in range(6)]),
-        *(traffic.branches(8, 4) for _ in range(3)),
+        traffic.conversations(20, 500, systems),
+        traffic.tasks(150, [traffic.tokens(2000, 8000) for _ in range(6)]),
+        *(traffic.branches(5, 4) for _ in range(3)),
     ])  # fmt: skip
     return traffic.bursts(steady, lambda: traffic.sweep(200), 200, 200)
 

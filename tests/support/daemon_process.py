@@ -67,7 +67,7 @@ class DaemonProcess:
         command = [
             sys.executable, "-m", "prefixcached.daemon.cli", "serve",
             "--socket", str(self.socket), "--state-dir", str(self.state_dir),
-            *self._options,
+            "--ssd-bytes", "0", *self._options,
         ]  # fmt: skip
         with self.log_file.open("ab") as log:
             self._process = subprocess.Popen(
@@ -75,8 +75,9 @@ class DaemonProcess:
             )
         line = self._first_line()
         if line != f"READY {self.socket}\n":
-            self.kill()
-            raise AssertionError(f"the daemon said {line!r} and not READY; its log:\n{self.log()}")
+            said = f"the daemon said {line!r} and not READY; its log:\n{self.log()}"
+            self.close()
+            raise AssertionError(said)
         return self
 
     def _first_line(self) -> str:

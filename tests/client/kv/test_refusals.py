@@ -32,11 +32,11 @@ from tests.client.kv.loopback import Store
 from tests.client.kv.test_state import filled
 
 
-class ForeignCache(KVCache):
+class ForeignCache(KVCache):  # type: ignore[misc]
     """A class that is not mlx-lm's."""
 
 
-class RegisteredCache(KVCache):
+class RegisteredCache(KVCache):  # type: ignore[misc]
     """A class that an engine registers."""
 
 

@@ -1,0 +1,109 @@
+"""`prefixcached ls`: the prefix tree, as a tree."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+import msgspec
+
+from prefixcached.daemon.commands.asking import asking
+from prefixcached.daemon.commands.common import bytes_text, socket_option
+from prefixcached.protocol import limits
+from prefixcached.protocol.messages import List, Listed, ListedNamespace, Listing
+
+if TYPE_CHECKING:
+    from rich.tree import Tree
+
+DEFAULT_LIMIT: Final = 200
+"""Images shown unless asked for more: a few screens."""
+
+MAX_NAME_CHARACTERS: Final = 60
+"""Of a namespace's name in the tree: most are digests."""
+
+
+@click.command("ls", epilog="Example: prefixcached ls --namespace demo --limit 20")
+@socket_option
+@click.option("--namespace", help="Only this namespace.")
+@click.option(
+    "--limit",
+    type=click.IntRange(1, limits.MAX_LISTED),
+    default=DEFAULT_LIMIT,
+    show_default=True,
+    help="Images to show, those used last first.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, for programs.")
+def list_tree(socket: Path, namespace: str | None, limit: int, *, as_json: bool) -> None:
+    """Show what is cached: namespaces, and the tree of prefixes in each.
+
+    Every line is one piece: its tokens, bytes, where it is, when it was last used, and by how many
+    branches its tokens are shared.
+    """
+    with asking(socket) as ask:
+        listing = ask(List(namespace=namespace, limit=limit))
+    assert isinstance(listing, Listing)
+    if as_json:
+        click.echo(json.dumps(msgspec.to_builtins(listing), indent=2))
+        return
+    _print(listing, namespace)
+
+
+def _print(listing: Listing, namespace: str | None) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not listing.namespaces:
+        what = "nothing is cached" if namespace is None else f"nothing is cached in {namespace}"
+        click.echo(f"{what}; `prefixcached explain` says what a prompt would find")
+        return
+    for one in listing.namespaces:
+        console.print(_tree(one))
+    if not listing.complete:
+        click.echo("and more; --limit shows it, --namespace narrows it down")
+
+
+def _tree(namespace: ListedNamespace) -> "Tree":
+    from rich.text import Text
+    from rich.tree import Tree
+
+    name = namespace.namespace or "(empty name)"
+    if len(name) > MAX_NAME_CHARACTERS:
+        name = f"{name[: MAX_NAME_CHARACTERS - 1]}…"
+    tree = Tree(Text(f"{name}  {namespace.count} pieces", style="bold"))
+    above: list[tuple[int, Tree]] = [(-1, tree)]
+    for image in namespace.images:
+        while above[-1][0] >= image.depth:
+            above.pop()
+        above.append((image.depth, above[-1][1].add(Text(_line(image)))))
+    return tree
+
+
+def _line(image: Listed) -> str:
+    match image.kind:
+        case "segment":
+            what = f"tokens {image.start:,}..{image.end:,}"
+        case "checkpoint":
+            what = f"checkpoint at {image.end:,}"
+        case "object":
+            what = f"object {image.key}"
+    tiers = "+".join(name for name, held in (("ram", image.in_ram), ("ssd", image.on_ssd)) if held)
+    parts = [what, bytes_text(image.nbytes), tiers or "leaving", _used(image)]
+    if image.sharing > 1:
+        parts.append(f"shared by {image.sharing}")
+    if image.holders:
+        parts.append(f"in use by {image.holders}")
+    return "  ".join(parts)
+
+
+def _used(image: Listed) -> str:
+    if image.idle_seconds is None:
+        return "not used since the start"
+    return f"used {age_text(image.idle_seconds)} ago, {image.uses} hits"
+
+
+def age_text(seconds: float) -> str:
+    """Seconds for people: 12 s, 3 min, 5 h, 2 d."""
+    for unit, size, below in (("s", 1, 120), ("min", 60, 7200), ("h", 3600, 172_800)):
+        if seconds < below:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 86400:.0f} d"

@@ -1,0 +1,156 @@
+"""`flush` and `verify`, as a user or a script meets them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from prefixcached.daemon.commands.verification import Survey
+from tests.daemon.command_line import BOTH_TIERS, invoke, numpy_cache, put
+from tests.support.daemon_process import DaemonProcess
+
+
+@pytest.fixture
+def stored() -> Iterator[DaemonProcess]:
+    """A daemon with both tiers that has flushed two prompts."""
+    with DaemonProcess(*BOTH_TIERS) as process:
+        with numpy_cache(process.socket) as cache:
+            put(cache, range(400))
+            put(cache, range(1000, 1400), state=True, namespace="hybrid")
+        flushed = invoke("flush", socket=process.socket)
+        assert flushed.exit_code == 0, flushed.output
+        yield process
+        print(process.log())
+
+
+def images(state_dir: Path) -> list[Path]:
+    """The files of images, not of schemas."""
+    return sorted(
+        path for path in (state_dir / "segments.noindex").rglob("*.safetensors") if path.is_file()
+    )
+
+
+def everything(state_dir: Path) -> dict[str, tuple[int, int]]:
+    """Each file's size and modification time."""
+    return {
+        str(path.relative_to(state_dir)): (path.stat().st_size, path.stat().st_mtime_ns)
+        for path in state_dir.rglob("*")
+    }
+
+
+def flip_last_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_flush_says_what_it_did_and_the_files_are_there(stored: DaemonProcess) -> None:
+    """P8: everything visible is durable when it returns, and it counts what it wrote."""
+    assert len(images(stored.state_dir)) == 3
+    again = invoke("flush", socket=stored.socket)
+    assert again.output.startswith("written 0") or "failed 0" in again.output
+    assert again.exit_code == 0
+
+
+def test_verify_beside_a_daemon_disturbs_nothing(stored: DaemonProcess) -> None:
+    """It reads every file, changes none, and leaves what is being written alone."""
+    (namespace, *_) = sorted((stored.state_dir / "segments.noindex").glob("[0-9a-f]*"))
+    (namespace / ("tmp-" + "0" * 32)).write_bytes(b"half")
+    before = everything(stored.state_dir)
+    shown = invoke("verify", "--state-dir", str(stored.state_dir))
+    assert shown.exit_code == 0, shown.output
+    assert "5 files good" in shown.output
+    assert "0 damaged" in shown.output
+    assert "1 being written" in shown.output
+    assert everything(stored.state_dir) == before
+
+
+def test_verify_names_damage_and_repair_moves_it_aside(stored: DaemonProcess) -> None:
+    """D3: a file with one wrong bit is named with the reason, and quarantined on demand."""
+    stored.kill()
+    damaged, *_ = images(stored.state_dir)
+    flip_last_byte(damaged)
+    shown = invoke("verify", "--state-dir", str(stored.state_dir))
+    assert shown.exit_code == 1
+    assert damaged.name in shown.output
+    assert "checksum" in shown.output
+    assert damaged.exists()
+    repaired = invoke("verify", "--repair", "--state-dir", str(stored.state_dir))
+    assert repaired.exit_code == 1
+    assert "moved 1" in repaired.output
+    assert not damaged.exists()
+    assert [p for p in (stored.state_dir / "quarantine").iterdir() if damaged.name in p.name]
+    assert invoke("verify", "--state-dir", str(stored.state_dir)).exit_code == 0
+
+
+def test_repair_beside_a_daemon_costs_a_miss_and_nothing_else(stored: DaemonProcess) -> None:
+    """D1: deleting any file at any time is safe, so repair is."""
+    stored.kill()
+    flip_last_byte(images(stored.state_dir)[0])
+    stored.start()
+    assert invoke("verify", "--repair", "--state-dir", str(stored.state_dir)).exit_code == 1
+    with numpy_cache(stored.socket) as cache:
+        cache.take(list(range(401)), namespace="n")
+        cache.take(list(range(1000, 1401)), namespace="hybrid")
+    assert stored.is_running
+    assert invoke("verify", "--state-dir", str(stored.state_dir)).exit_code == 0
+
+
+@pytest.mark.parametrize("length", [0, 1, 8, 100, 4096])
+def test_a_cut_file_is_damaged(stored: DaemonProcess, length: int) -> None:
+    """D2: a file that is not whole is detectably not."""
+    stored.kill()
+    path = images(stored.state_dir)[0]
+    path.write_bytes(path.read_bytes()[:length])
+    shown = invoke("verify", "--state-dir", str(stored.state_dir))
+    assert shown.exit_code == 1
+    assert "1 damaged" in shown.output
+
+
+def test_what_is_not_ours_and_what_lost_its_schema_is_no_damage(stored: DaemonProcess) -> None:
+    """D10, D1: foreign and unattached files are told apart from damaged ones."""
+    stored.kill()
+    segments = stored.state_dir / "segments.noindex"
+    (segments / "notes.txt").write_text("mine")
+    for path in segments.rglob("*.schema"):
+        path.unlink()
+    shown = invoke("verify", "--state-dir", str(stored.state_dir))
+    assert shown.exit_code == 0, shown.output
+    assert "notes.txt" in shown.output
+    assert "4 foreign" in shown.output
+
+
+def test_a_file_that_vanishes_meanwhile_is_no_finding(stored: DaemonProcess) -> None:
+    """A daemon evicts while somebody verifies."""
+    survey = Survey(stored.state_dir)
+    candidates = survey.candidates()
+    gone = images(stored.state_dir)[0]
+    gone.unlink()
+    kinds = {one.name: survey.check(one, lambda: None).kind for one in candidates}
+    assert kinds.pop(gone.name) == "gone"
+    assert set(kinds.values()) == {"good"}
+
+
+def test_verify_of_nothing_says_so(directory: Path) -> None:
+    """A machine on which no daemon ever ran is in order."""
+    shown = invoke("verify", "--state-dir", str(directory / "none"))
+    assert shown.exit_code == 0
+    assert "nothing is stored" in shown.output
+
+
+def test_flush_without_a_daemon_ends_with_3(directory: Path) -> None:
+    """A script can tell that nobody answers."""
+    assert invoke("flush", socket=directory / "s").exit_code == 3
+
+
+def test_flush_that_cannot_write_ends_with_1(stored: DaemonProcess) -> None:
+    """P8: what failed is counted, and the exit code says it."""
+    with numpy_cache(stored.socket) as cache:
+        segments = stored.state_dir / "segments.noindex"
+        moved = segments.rename(stored.state_dir / "moved")
+        segments.write_text("in the way")
+        put(cache, range(5000, 5400))
+        shown = invoke("flush", "--timeout", "5", socket=stored.socket)
+        segments.unlink()
+        moved.rename(segments)
+    assert shown.exit_code == 1, shown.output
