@@ -21,9 +21,9 @@ def parts_of(schema: Schema, path: Path, position: int, available: Available) ->
     """Return the images that a hit of ``position`` tokens needs, in path order.
 
     Images that contribute neither slices, nor window rows, nor the snapshot are left out: each
-    costs a descriptor.
+    costs a descriptor. An image behind ``position`` may have rows of before it, since the path
+    goes on to it; of such a one no slices are used.
     """
-    path = path.cut(position)
     wanted = [merge(window.needed(position)) for window in schema.windows]
     lent: list[Lent] = []
     # Deepest first: the last image of a window usually has all the rows that are needed, and the
@@ -35,9 +35,10 @@ def parts_of(schema: Schema, path: Path, position: int, available: Available) ->
     for segment, end in reversed(path.steps):
         if not available(segment):
             continue
-        gives_rows = _takes_rows(segment, end, wanted)
-        if gives_rows or (schema.append_token_bytes and end > segment.start):
-            lent.append(Lent(segment, segment.start, end))
+        use_start, use_end = min(segment.start, position), min(end, position)
+        gives_rows = _takes_rows(segment, use_end, wanted)
+        if gives_rows or (schema.append_token_bytes and use_end > use_start):
+            lent.append(Lent(segment, use_start, use_end))
     return lent[::-1]
 
 

@@ -361,7 +361,9 @@ class PutDesk:
             return self._index.new_namespace(offer.namespace, offer.schema, schema)
         if namespace.schema_bytes == offer.schema:
             return namespace
-        if namespace.root.children or namespace.puts:
+        # Objects have no schema, whether they are held or on their way.
+        is_writing = any(p.namespace is namespace and p.key is None for p in self.puts.values())
+        if namespace.root.children or is_writing:
             return None
         namespace.adopt(offer.schema, decode_schema(offer.schema))  # it holds objects alone
         return namespace

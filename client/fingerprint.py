@@ -13,8 +13,8 @@ import sys
 from typing import Any, Final
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
-from mlx import nn
 
 FORMAT_VERSION: Final = 1
 """Counts up whenever the bytes of an image mean something else than before."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Final, cast
 
 import mlx.core as mx
-from mlx import nn
+import mlx.nn as nn
 from mlx_lm.generate import (
     DEFAULT_QUANTIZED_KV_START,
     GenerationResponse,
@@ -94,7 +94,9 @@ def stream_generate(
     if cache is None or not tokens:
         return cast(
             Responses,
-            plain_stream_generate(model, tokenizer, prompt, max_tokens, draft_model, **options),
+            plain_stream_generate(
+                model, tokenizer, cast(Any, prompt), max_tokens, draft_model, **options
+            ),
         )
     generation = _Generation(model, tokens, _prompt_cache(model, cache, options), session, options)
     return generation.run(tokenizer, max_tokens, wait, checkpoints)

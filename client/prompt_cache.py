@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from mlx import nn
+import mlx.nn as nn
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 
 from prefixcached.client.cache import Cache

@@ -10,10 +10,12 @@ from prefixcached.daemon.command_group import CommandGroup
 from prefixcached.daemon.commands.clear import clear
 from prefixcached.daemon.commands.configuration import show_config
 from prefixcached.daemon.commands.demo import demo
+from prefixcached.daemon.commands.doctor import doctor
 from prefixcached.daemon.commands.explain import explain
 from prefixcached.daemon.commands.flush import flush
 from prefixcached.daemon.commands.listing import list_tree
 from prefixcached.daemon.commands.serve import serve
+from prefixcached.daemon.commands.service import service
 from prefixcached.daemon.commands.status import status
 from prefixcached.daemon.commands.verify import verify
 
@@ -32,6 +34,8 @@ main.add_command(explain)
 main.add_command(flush)
 main.add_command(verify)
 main.add_command(show_config)
+main.add_command(doctor)
+main.add_command(service)
 main.add_command(demo)
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+from prefixcached.daemon.activation import inherited_socket
 from prefixcached.daemon.errors import StartError
 from prefixcached.protocol.paths import MAX_SOCKET_PATH_BYTES, SOCKET_VARIABLE
 
@@ -93,7 +94,8 @@ class InstanceLock:
 class SocketFile:
     """A listening socket at a path, 0600; a context manager that removes it at the end.
 
-    The caller holds the path's `InstanceLock`. Attribute ``socket`` is valid inside.
+    The caller holds the path's `InstanceLock`. Attribute ``socket`` is valid inside. A socket that
+    launchd or systemd holds for the daemon is taken over, and its file is left alone.
 
     Raises:
         StartError: On entry, when the path is too long, taken, or cannot be bound.
@@ -106,6 +108,11 @@ class SocketFile:
         self._identity: tuple[int, int] | None = None
 
     def __enter__(self) -> Self:
+        inherited = inherited_socket(self._path)
+        if inherited is not None:
+            self.socket.close()
+            self.socket = inherited
+            return self
         try:
             self._remove_stale()
             self.socket.bind(os.fspath(self._path))

@@ -15,6 +15,7 @@ from prefixcached.daemon import app, config, logs, options
 from prefixcached.daemon.commands.common import EXIT_FAILED, socket_option
 from prefixcached.daemon.commands.option_flags import option_flags, settings
 from prefixcached.daemon.errors import StartError
+from prefixcached.daemon.stall_watch import StallWatch
 from prefixcached.daemon.storage import Storage
 
 log = structlog.get_logger()
@@ -37,7 +38,11 @@ def serve(socket: Path, config_file: Path | None, **flags: Any) -> None:
     refusal: BaseException | None = None
     failed = False
     try:
-        trio.run(app.serve, effective, Storage(effective), partial(_announce, effective.socket))
+        with StallWatch() as watch:
+            storage = Storage(effective)
+            storage.statistics_sources["event_loop"] = watch.statistics
+            announce = partial(_announce, effective.socket)
+            trio.run(app.serve, effective, storage, announce, instruments=[watch])
     except* StartError as group:
         refusal = _first(group)
     except* Exception:

@@ -87,8 +87,9 @@ class PressureBothTiers(DiskMachine):
         self.core.advance(31.0)
         while self.disk.step():
             pass
+        # The segment of a model without slices has no bytes to give back.
         candidates = [e for e in self.core.index.entries.values() if may_leave(e)]
-        assert not [e for e in candidates if e.write != "refused"]
+        assert not [e for e in candidates if e.write != "refused" and e.charged_bytes]
         self.collect()
 
     @invariant()

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
-from mlx import nn
 from mlx.utils import tree_map
 from mlx_lm.models import llama
 from mlx_lm.tuner.utils import linear_to_lora_layers

@@ -138,7 +138,11 @@ def check_disk_idle(core: Core, disk: FakeDisk) -> None:
 
 
 def longest_by_definition(core: Core, namespace: str, tokens: Tokens, limit: int) -> int:
-    """Rules T1, T5, T6, T13 read aloud: try every position, longest first (both tiers)."""
+    """Rules T1, T5, T6, T13 read aloud: try every position, longest first (both tiers).
+
+    Window rows count where the prompt's own path passes their image: a sibling that has rows of
+    the shared part is not searched.
+    """
     known = core.index.namespaces.get(namespace)
     if known is None:
         return 0
@@ -147,13 +151,14 @@ def longest_by_definition(core: Core, namespace: str, tokens: Tokens, limit: int
         if entry.namespace is known
     ]  # fmt: skip
     for position in range(min(limit, len(tokens)), 0, -1):
-        if _is_resumable(known.schema, images, tokens[:position]):
+        if _is_resumable(known.schema, images, tokens, position):
             return position
     return 0
 
 
-def _is_resumable(schema: Schema, images: list[tuple[Entry, Tokens]], prompt: Tokens) -> bool:
-    position = len(prompt)
+def _is_resumable(
+    schema: Schema, images: list[tuple[Entry, Tokens]], prompt: Tokens, position: int
+) -> bool:
     slices: list[Range] = []
     window_rows: list[list[Range]] = [[] for _ in schema.windows]
     has_state = not schema.has_state
@@ -163,18 +168,18 @@ def _is_resumable(schema: Schema, images: list[tuple[Entry, Tokens]], prompt: To
         if isinstance(entry, Segment):
             if common <= entry.start:
                 continue
-            slices.append((entry.start, common))
+            slices.append((entry.start, min(common, position)))
             if entry.start < position <= min(entry.end, common):
                 owned = True
                 if position < entry.minimum:
                     return False
         elif isinstance(entry, Checkpoint):
-            if entry.position == position and path == prompt and entry.has_state:
+            if entry.position == position and path == prompt[:position] and entry.has_state:
                 has_state = True
             if common < entry.position:
                 continue
         for group, held in enumerate(entry.spec.windows):
-            window_rows[group].extend(_below(held.ranges, common))
+            window_rows[group].extend(_below(held.ranges, min(common, position)))
     if not owned or not has_state or merge(slices) != ((0, position),):
         return False
     return all(

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models import llama
+from mlx_lm.models.cache import KVCache
 
 from prefixcached.client.kv import Attachments, Snapshot, restoration, snapshot
 from prefixcached.client.kv.restoration import Restoration
@@ -134,6 +135,13 @@ def build(name: str) -> Any:
     )
     mx.eval(model.parameters())
     return model
+
+
+def filled(rows: int = 20) -> Any:
+    """Return a KVCache of so many random rows."""
+    cache = KVCache()
+    cache.update_and_fetch(mx.random.normal((1, 2, rows, 8)), mx.random.normal((1, 2, rows, 8)))
+    return cache
 
 
 def leaves(caches: Sequence[Any]) -> list[Any]:

@@ -12,8 +12,7 @@ from prefixcached.client.kv.buffers import DTYPE_NAMES, flat_bytes, integers, un
 from prefixcached.client.kv.placement import Span, packed, transfers
 from prefixcached.protocol.image import ImageKind, ImageSpec, StateTensor, layout
 from prefixcached.protocol.schema import ITEM_BYTES
-from tests.client.kv.loopback import Store, same_bits
-from tests.client.kv.test_state import filled
+from tests.client.kv.loopback import Store, filled, same_bits
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (1, 2, 5, 4), (1, 2, 0, 4), (1, 2, 5, 0)])

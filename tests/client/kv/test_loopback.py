@@ -160,7 +160,7 @@ def test_concatenating_class() -> None:
 @pytest.mark.parametrize("value_dims", [0, 16])
 def test_dtypes_and_empty_dimensions(dtype: mx.Dtype, value_dims: int) -> None:
     """P1: half precision and values of no dimensions at all are rows like any other."""
-    producer = [KVCache()]
+    producer: list[Any] = [KVCache()]
     producer[0].update_and_fetch(
         mx.random.normal((1, 3, 21, 8)).astype(dtype),
         mx.random.normal((1, 3, 21, value_dims)).astype(dtype),
@@ -181,7 +181,7 @@ def test_dtypes_and_empty_dimensions(dtype: mx.Dtype, value_dims: int) -> None:
 
 def test_strided_arrays() -> None:
     """P1: arrays that do not lie in one piece are stored as what they show."""
-    producer = [KVCache(), KVCache()]
+    producer: list[Any] = [KVCache(), KVCache()]
     for cache in producer:
         cache.update_and_fetch(mx.random.normal((1, 21, 3, 8)), mx.random.normal((1, 21, 3, 8)))
     producer[0].keys = producer[0].keys.swapaxes(1, 2)

@@ -28,8 +28,7 @@ from prefixcached.client.kv import (
 from prefixcached.protocol.image import Extent, ImageKind, ImageSpec, WindowRows
 from prefixcached.protocol.messages import Part
 from prefixcached.protocol.schema import Schema
-from tests.client.kv.loopback import Store
-from tests.client.kv.test_state import filled
+from tests.client.kv.loopback import Store, filled
 
 
 class ForeignCache(KVCache):  # type: ignore[misc]
@@ -97,7 +96,7 @@ def test_foreign_class_until_it_is_registered() -> None:
 
 def test_what_only_looks_like_a_cache() -> None:
     """P1: values that are neither arrays nor plain are named in the refusal."""
-    cache = ArraysCache(1)
+    cache: Any = ArraysCache(1)
     cache[0] = mx.ones((1, 3))
     cache.helper = object()
     with pytest.raises(UnsupportedCacheError, match=r"helper holds a builtins\.object"):

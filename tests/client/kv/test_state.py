@@ -15,15 +15,9 @@ from prefixcached.client.kv import (
     UnusableImageError,
     snapshot,
 )
-from tests.client.kv.loopback import Store, build, leaves, prefill, same_bits
+from tests.client.kv.loopback import Store, build, filled, leaves, prefill, same_bits
 from tests.client.kv.test_loopback import assert_same_continuation
 from tests.support import models
-
-
-def filled(rows: int = 20) -> KVCache:
-    cache = KVCache()
-    cache.update_and_fetch(mx.random.normal((1, 2, rows, 8)), mx.random.normal((1, 2, rows, 8)))
-    return cache
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "longcat_flash_ngram"])
@@ -69,7 +63,7 @@ def test_nested_lists() -> None:
 
 def test_own_class_of_a_model() -> None:
     """P1: a class without a setter or `from_state` is rebuilt from its attributes."""
-    cache = LayerCache(window_size=4)
+    cache: Any = LayerCache(window_size=4)
     cache.update_window(mx.random.normal((1, 9, 8)))
     cache.pending_kv = mx.zeros((1, 0, 8))
     store = Store()
@@ -87,7 +81,7 @@ def test_plain_values_and_dtypes() -> None:
         mx.bool_, mx.uint8, mx.int8, mx.uint16, mx.int16, mx.float16, mx.bfloat16, mx.uint32,
         mx.int32, mx.float32, mx.uint64, mx.int64, mx.complex64,
     )  # fmt: skip
-    cache = LayerCache(window_size=4)
+    cache: Any = LayerCache(window_size=4)
     arrays = [mx.arange(6).reshape(2, 3).astype(dtype) for dtype in dtypes]
     plain = {"a": [1, 2.5, None, (True, "x", float("inf"))], 7: {}, "scalar": mx.array(3)}
     cache.offset = 5

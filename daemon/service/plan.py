@@ -1,0 +1,179 @@
+"""What a service is to run and where its files are, per platform. Plain values."""
+
+import os
+import shutil
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+import platformdirs
+
+from prefixcached.daemon import config, options
+
+LABEL: Final = "org.prefixcached.daemon"
+"""Name of the LaunchAgent."""
+
+HOMEBREW_LABEL: Final = "homebrew.mxcl.prefixcached"
+"""Name under which `brew services` runs the daemon."""
+
+UNIT: Final = "prefixcached"
+"""Name of the systemd units, before .socket and .service."""
+
+_CELLAR: Final = "Cellar"
+
+
+class ServiceError(Exception):
+    """A service command could not do what it was asked; the text says why and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServicePlan:
+    """What to run, and every place that the service and the daemon use.
+
+    Attributes:
+        program: Absolute path of the console script, which people see in System Settings.
+        socket: Where it listens.
+        home: The user's home directory.
+        log_dir: Directory of the log file (macOS; systemd keeps a journal).
+        state_dir: What is on SSD.
+        config_file: The configuration file that the daemon reads.
+        extra: More arguments of `serve`.
+        is_resident: Start at login and again after a crash, not at the first connection.
+    """
+
+    program: Path
+    socket: Path
+    home: Path
+    log_dir: Path
+    state_dir: Path
+    config_file: Path
+    extra: tuple[str, ...] = ()
+    is_resident: bool = False
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The command line of the daemon."""
+        return (str(self.program), "serve", "--socket", str(self.socket), *self.extra)
+
+    @property
+    def log_file(self) -> Path:
+        """Where launchd puts what the daemon prints."""
+        return self.log_dir / "prefixcached.log"
+
+    @property
+    def lock_file(self) -> Path:
+        """Held by a running daemon."""
+        return self.socket.with_name(f"{self.socket.name}.lock")
+
+    @property
+    def agent_file(self) -> Path:
+        """The LaunchAgent's property list."""
+        return self.home / "Library" / "LaunchAgents" / f"{LABEL}.plist"
+
+    @property
+    def unit_dir(self) -> Path:
+        """Where systemd finds a user's units."""
+        base = os.environ.get("XDG_CONFIG_HOME") or str(self.home / ".config")
+        return Path(base) / "systemd" / "user"
+
+
+class Service(Protocol):
+    """A service of this platform. Every verb may be repeated; each returns lines for people."""
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that define it, installed or not."""
+        ...
+
+    def render(self) -> dict[Path, bytes]:
+        """What `install` would write."""
+        ...
+
+    def is_loaded(self) -> bool:
+        """Whether the supervisor knows it now."""
+        ...
+
+    def install(self) -> list[str]:
+        """Write its files and load it, again if it is."""
+        ...
+
+    def uninstall(self) -> list[str]:
+        """Stop it and remove its files."""
+        ...
+
+    def start(self) -> list[str]:
+        """Load it if it is not, and start the daemon."""
+        ...
+
+    def stop(self) -> list[str]:
+        """End the daemon gracefully; it stays down until `start` or the next login."""
+        ...
+
+    def mismatches(self) -> list[str]:
+        """How what is loaded differs from the files, for people; a hint."""
+        ...
+
+    def logs_command(self, lines: int, *, follow: bool) -> list[str]:
+        """The command that shows its log."""
+        ...
+
+
+def make_plan(
+    socket: Path, *, config_file: Path | None = None, is_resident: bool = False
+) -> ServicePlan:
+    """Return the plan for this user and machine.
+
+    Raises:
+        ServiceError: The console script cannot be found.
+        OptionError: The configuration is wrong.
+    """
+    home = Path.home()
+    settings = options.options_of(options.gather({}, file=config_file))
+    if sys.platform == "darwin":
+        log_dir = home / "Library" / "Logs" / "prefixcached"
+    else:
+        log_dir = platformdirs.user_log_path("prefixcached")
+    extra = () if config_file is None else ("--config", str(config_file.absolute()))
+    return ServicePlan(
+        program=console_script(sys.argv[0]),
+        socket=socket.absolute(),
+        home=home,
+        log_dir=log_dir,
+        state_dir=settings.state_dir or config.default_state_dir(),
+        config_file=config_file or options.default_file(),
+        extra=extra,
+        is_resident=is_resident,
+    )
+
+
+def console_script(invoked: str) -> Path:
+    """Return the absolute path under which `prefixcached` will be found after an upgrade, too.
+
+    Links are not resolved: the shims of uv and pipx stay while what they point to moves.
+
+    Raises:
+        ServiceError: There is none.
+    """
+    candidates: Iterable[str | None] = (
+        invoked if Path(invoked).name == "prefixcached" and os.sep in invoked else None,
+        shutil.which("prefixcached"),
+        str(Path(sys.executable).with_name("prefixcached")),
+    )
+    for candidate in candidates:
+        if candidate is not None and os.access(candidate, os.X_OK):
+            return _outside_cellar(Path(candidate).absolute())
+    raise ServiceError(
+        "the command `prefixcached` is not on PATH; install it with "
+        "`uv tool install prefixcached` or `pipx install prefixcached`"
+    )
+
+
+def _outside_cellar(path: Path) -> Path:
+    """Return Homebrew's path that stays when the version changes."""
+    parts = path.parts
+    if _CELLAR not in parts:
+        return path
+    at = parts.index(_CELLAR)
+    return Path(*parts[:at], "opt", parts[at + 1], *parts[at + 3 :])

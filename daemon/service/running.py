@@ -1,0 +1,132 @@
+"""Doing things to the system around the daemon: programs, files, and whether it lives."""
+
+import fcntl
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from prefixcached.daemon.service.plan import ServiceError, ServicePlan
+
+STOP_SECONDS: Final = 30.0
+"""For the daemon to finish its writes: twice its own deadline, and what launchd gives it."""
+
+START_SECONDS: Final = 20.0
+"""For the daemon to answer: launchd may hold a crashed job back for 10 s."""
+
+POLL_SECONDS: Final = 0.1
+"""Between two looks: nobody waits for it but a person."""
+
+PROGRAM_SECONDS: Final = 30.0
+"""For launchctl or systemctl, which answer at once unless the system hangs."""
+
+Pause = Callable[[float], None]
+
+
+def run(command: Sequence[str]) -> tuple[int, str]:
+    """Run a program to its end; return its exit status and all that it said.
+
+    Raises:
+        ServiceError: There is no such program, or it hangs.
+    """
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=PROGRAM_SECONDS,
+            check=False,
+        )
+    except OSError as error:
+        raise ServiceError(f"cannot run {command[0]}: {error.strerror}") from error
+    except subprocess.TimeoutExpired as error:
+        raise ServiceError(f"{' '.join(command)} does not end") from error
+    return done.returncode, done.stdout.strip()
+
+
+def write_file(path: Path, content: bytes) -> bool:
+    """Put ``content`` in place whole, readable by all as launchd wants it; False if it stood there.
+
+    Raises:
+        ServiceError: It cannot be written.
+    """
+    try:
+        if path.is_file() and path.read_bytes() == content:
+            return False
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_bytes(content)
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    except OSError as error:
+        raise ServiceError(f"cannot write {path}: {error.strerror}") from error
+    return True
+
+
+def make_private(directory: Path) -> None:
+    """Create a directory that only its user may enter (rules C1, D9)."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ServiceError(f"cannot create {directory}: {error.strerror}") from error
+
+
+def remove(path: Path) -> bool:
+    """Remove a file, or a directory with all in it; False if there was none.
+
+    A link is removed, never what it leads to.
+
+    Raises:
+        ServiceError: Something of it stays.
+    """
+    try:
+        if path.is_symlink() or path.is_file() or path.is_socket():
+            path.unlink()
+        elif path.is_dir():
+            shutil.rmtree(path)
+        else:
+            return False
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise ServiceError(f"cannot remove {path}: {error.strerror}") from error
+    return True
+
+
+def is_locked(lock_file: Path) -> bool:
+    """Whether a daemon holds the lock: it lives, whatever its socket says."""
+    try:
+        descriptor = os.open(lock_file, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def refuse_outsider(plan: ServicePlan) -> None:
+    """Raise ServiceError where a daemon that no service started has the socket."""
+    if is_locked(plan.lock_file):
+        raise ServiceError(
+            f"a daemon that is no service runs at {plan.socket}; end it first (Ctrl-C where it was "
+            "started, or SIGTERM)"
+        )
+
+
+def wait_until_gone(lock_file: Path, pause: Pause = time.sleep) -> bool:
+    """Wait for a daemon to end, at most `STOP_SECONDS`; False if it lives then."""
+    for _ in range(round(STOP_SECONDS / POLL_SECONDS)):
+        if not is_locked(lock_file):
+            return True
+        pause(POLL_SECONDS)
+    return not is_locked(lock_file)

@@ -1,0 +1,232 @@
+"""`service` and `doctor`, as a user meets them: real files, a real daemon, real activation."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefixcached.daemon.commands.service import purge_paths
+from prefixcached.daemon.service.plan import ServiceError, ServicePlan, console_script
+from tests.daemon.command_line import invoke
+from tests.support.daemon_process import DaemonProcess
+
+# Starts and ends what the socket unit would, with systemd's own tool for socket activation.
+SYSTEMCTL = """#!/bin/sh
+shift # --user
+pid=$(cat "$0.pid" 2>/dev/null)
+case "$*" in
+  is-active*) test -n "$pid"; exit $? ;;
+  "enable --now prefixcached.socket" | start*)
+    umask 0177
+    setsid systemd-socket-activate -l "$SERVICE_SOCKET" -E HOME -E XDG_CACHE_HOME \\
+      -E XDG_CONFIG_HOME -E PREFIXCACHED_RAM_BYTES -E PREFIXCACHED_SSD_BYTES \\
+      "$SERVICE_PYTHON" -m prefixcached.daemon.cli serve --socket "$SERVICE_SOCKET" \\
+      >"$0.log" 2>&1 </dev/null &
+    echo $! > "$0.pid"
+    while ! test -S "$SERVICE_SOCKET"; do :; done ;;
+  stop*)
+    test -n "$pid" && kill "$pid"
+    rm -f "$0.pid" "$SERVICE_SOCKET" ;;
+esac
+exit 0
+"""
+
+
+@pytest.fixture
+def home(directory: Path) -> Iterator[dict[str, str | None]]:
+    """The environment of a user with a home of their own and a fake systemctl on PATH."""
+    tools = directory / "bin"
+    tools.mkdir()
+    systemctl = tools / "systemctl"
+    systemctl.write_text(SYSTEMCTL)
+    systemctl.chmod(0o755)
+    socket = directory / "run" / "prefixcached" / "s"
+    yield {
+        "HOME": str(directory),
+        "XDG_CONFIG_HOME": str(directory / "config"),
+        "XDG_CACHE_HOME": str(directory / "cache"),
+        "XDG_STATE_HOME": str(directory / "state"),
+        "PATH": f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PREFIXCACHED_SOCKET": str(socket),
+        "PREFIXCACHED_RAM_BYTES": "64MiB",
+        "PREFIXCACHED_SSD_BYTES": "64MiB",
+        "SERVICE_SOCKET": str(socket),
+        "SERVICE_PYTHON": sys.executable,
+    }
+    subprocess.run([systemctl, "--user", "stop"], env={"SERVICE_SOCKET": str(socket)}, check=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="systemd")
+@pytest.mark.skipif(shutil.which("systemd-socket-activate") is None, reason="no systemd here")
+def test_the_life_of_a_service(home: dict[str, str | None], directory: Path) -> None:
+    """Install, status, doctor, restart, stop, purge: every verb, twice where that may be."""
+    unit = directory / "config" / "systemd" / "user" / "prefixcached.service"
+    installed = invoke("service", "install", environment=home)
+    assert installed.exit_code == 0, installed.output
+    assert f"wrote {unit}" in installed.output
+    assert "answers at" in installed.output
+    again = invoke("service", "install", environment=home)
+    assert again.exit_code == 0, again.output
+    assert "wrote" not in again.output
+
+    shown = invoke("service", "status", environment=home)
+    assert shown.exit_code == 0, shown.output
+    assert "installed  yes" in shown.output
+    assert "answers    yes" in shown.output
+    examined = invoke("doctor", environment=home)
+    assert examined.exit_code == 0, examined.output
+    assert "failed" not in examined.output
+    unit.write_text(f"{unit.read_text()}# changed by hand\n")
+    assert "not what this version writes" in invoke("doctor", environment=home).output
+
+    assert invoke("service", "restart", environment=home).exit_code == 0
+    assert invoke("service", "stop", environment=home).exit_code == 0
+    down = invoke("service", "status", environment=home)
+    assert down.exit_code == 3
+    assert "loaded     no" in down.output
+
+    assert invoke("service", "start", environment=home).exit_code == 0
+    purged = invoke("service", "uninstall", "--purge", environment=home)
+    assert purged.exit_code == 0, purged.output
+    assert f"removed {directory / 'cache' / 'prefixcached'}" in purged.output
+    assert not unit.exists()
+    assert not (directory / "run" / "prefixcached").exists()
+    assert invoke("service", "uninstall", "--purge", environment=home).exit_code == 0
+
+
+def test_a_purge_leaves_a_named_directorys_other_files(tmp_path: Path) -> None:
+    """Whoever put the cache into a directory of theirs keeps what else is in it."""
+    plan = ServicePlan(
+        program=tmp_path / "p", socket=tmp_path / "mine" / "s", home=tmp_path,
+        log_dir=tmp_path / "log" / "prefixcached", state_dir=tmp_path / "mine",
+        config_file=tmp_path / "mine" / "my.toml",
+    )  # fmt: skip
+    paths = purge_paths(plan)
+    assert tmp_path / "mine" not in paths
+    assert tmp_path / "mine" / "segments.noindex" in paths
+    assert tmp_path / "mine" / "s" in paths
+    assert tmp_path / "mine" / "my.toml" in paths
+
+
+def test_a_purge_beside_a_running_daemon_is_refused(
+    home: dict[str, str | None], daemon: DaemonProcess
+) -> None:
+    """Nothing is taken away from under it."""
+    home["PREFIXCACHED_SOCKET"] = str(daemon.socket)
+    shown = invoke("service", "uninstall", "--purge", environment=home)
+    assert shown.exit_code == 1
+    assert "still runs" in shown.output
+    assert daemon.is_running
+
+
+@pytest.mark.parametrize(
+    ("invoked", "expected"),
+    [
+        ("/x/opt/Cellar/prefixcached/0.1.0/bin/prefixcached", "/x/opt/opt/prefixcached/bin"),
+        ("/x/home/.local/bin/prefixcached", "/x/home/.local/bin"),
+    ],
+)
+def test_the_service_runs_a_path_that_upgrades_keep(
+    tmp_path: Path, invoked: str, expected: str
+) -> None:
+    """PLATFORM 6: Homebrew's opt path and the shims of uv and pipx, never what they lead to now."""
+    script = tmp_path / invoked.removeprefix("/")
+    script.parent.mkdir(parents=True)
+    target = tmp_path / "target"
+    target.write_text("")
+    target.chmod(0o755)
+    script.symlink_to(target)
+    assert console_script(str(script)) == tmp_path / expected.removeprefix("/") / "prefixcached"
+
+
+def test_a_command_that_cannot_be_found_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service of `python -m` would show as "python" in System Settings."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(ServiceError, match="uv tool install"):
+        console_script("cli.py")
+
+
+def doctor(*arguments: str, **environment: str) -> tuple[int, dict[str, dict[str, Any]]]:
+    shown = invoke("doctor", "--json", *arguments, environment={**environment})
+    findings = json.loads(shown.output)["findings"]
+    return shown.exit_code, {
+        f"{one['what']}/{one['level']}": one for one in findings if one["level"] != "ok"
+    }
+
+
+def test_doctor_without_a_daemon_ends_with_3(directory: Path) -> None:
+    """It says how to start one."""
+    code, found = doctor("--socket", str(directory / "s"))
+    assert code == 3
+    assert "service install" in found["daemon/warning"]["fix"]
+
+
+def test_doctor_names_what_is_broken_and_the_fix(directory: Path, daemon: DaemonProcess) -> None:
+    """An open directory, a bad file, a daemon that hangs: each by its name, exit code 1."""
+    directory.chmod(0o755)
+    bad = directory / "bad.toml"
+    bad.write_text('ram_bytes = "much"')
+    code, found = doctor("--socket", str(directory / "s"), "--config", str(bad))
+    assert code == 1
+    assert found["socket directory/failed"]["fix"] == f"chmod 700 '{directory}'"
+    assert "much" in found["configuration/failed"]["detail"]
+    directory.chmod(0o700)
+    daemon.socket.chmod(0o644)
+    code, found = doctor("--socket", str(daemon.socket))
+    assert code == 1
+    assert found["socket/failed"]["fix"] == f"chmod 600 '{daemon.socket}'"
+
+
+def test_doctor_judges_the_caps(daemon: DaemonProcess) -> None:
+    """Too much memory, and no SSD tier, are warnings with their key."""
+    code, found = doctor(
+        "--socket", str(daemon.socket),
+        PREFIXCACHED_RAM_BYTES="90%", PREFIXCACHED_SSD_BYTES="0",
+    )  # fmt: skip
+    assert code == 0
+    assert "ram_bytes" in found["memory/warning"]["fix"]
+    assert "ssd_bytes" in found["disk/warning"]["fix"]
+
+
+def all_commands() -> list[list[str]]:
+    verbs = ("install", "uninstall", "start", "stop", "restart", "status", "logs")
+    names = ("flush", "verify", "ls", "explain", "config", "doctor", "serve", "service")
+    return [*([name] for name in names), *(["service", verb] for verb in verbs)]
+
+
+@pytest.mark.parametrize("command", all_commands(), ids=" ".join)
+def test_help_fits_a_screen_and_has_an_example(command: list[str]) -> None:
+    """One screen of 40 lines, at 80 columns."""
+    shown = invoke(*command, "--help", environment={"COLUMNS": "80"})
+    assert shown.exit_code == 0
+    assert len(shown.output.splitlines()) <= 48 if command == ["serve"] else 40
+    if command != ["service"]:
+        assert "Example" in shown.output
+
+
+@pytest.mark.parametrize("command", all_commands(), ids=" ".join)
+def test_wrong_usage_is_one_line_and_2(command: list[str]) -> None:
+    """It names the mistake and where the help is."""
+    shown = invoke(*command, "--no-such-option")
+    assert shown.exit_code == 2
+    assert shown.output.count("\n") == 1
+    assert "--help" in shown.output
+
+
+def test_the_console_script_is_the_same_command_line() -> None:
+    """What users type: installed entry point, own process."""
+    script = Path(sys.executable).with_name("prefixcached")
+    done = subprocess.run([script, "--help"], capture_output=True, text=True, check=True)
+    for name in ("flush", "verify", "ls", "explain", "config", "doctor", "service"):
+        assert f"\n  {name} " in done.stdout
+    wrong = subprocess.run([script, "flush", "x"], capture_output=True, text=True, check=False)
+    assert (wrong.returncode, wrong.stdout, wrong.stderr.count("\n")) == (2, "", 1)

@@ -1,0 +1,301 @@
+"""The LaunchAgent: its property list, and what is said to launchctl, with a fake one."""
+
+import fcntl
+import json
+import plistlib
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefixcached.daemon.service import launch_agent, running
+from prefixcached.daemon.service.launch_agent import LaunchAgent, render
+from prefixcached.daemon.service.plan import HOMEBREW_LABEL, LABEL, ServiceError, ServicePlan
+from tests.deploy import fake_launchctl
+
+USER = 501
+GUI = f"gui/{USER}"
+SSH = f"user/{USER}"
+
+
+class Launchd:
+    """The state of the fake, and a way to change it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.program = directory / "launchctl"
+        source = Path(fake_launchctl.__file__).read_text()
+        self.program.write_text(f"#!{sys.executable}\n{source}")
+        self.program.chmod(0o755)
+        self._file = self.program.with_suffix(".json")
+        self.set(gui=True, loaded=[], errors={}, calls=[], text="")
+
+    def set(self, **changes: Any) -> None:
+        state = json.loads(self._file.read_text()) if self._file.exists() else {}
+        self._file.write_text(json.dumps({**state, **changes}))
+
+    @property
+    def loaded(self) -> list[str]:
+        found: list[str] = json.loads(self._file.read_text())["loaded"]
+        return found
+
+    def calls(self, *, but_print: bool = True) -> list[list[str]]:
+        found: list[list[str]] = json.loads(self._file.read_text())["calls"]
+        return [call for call in found if not (but_print and call[0] == "print")]
+
+
+@pytest.fixture
+def launchd(tmp_path: Path) -> Launchd:
+    return Launchd(tmp_path)
+
+
+def plan_in(home: Path, **changes: Any) -> ServicePlan:
+    support = home / "Library" / "Application Support" / "prefixcached"
+    settings: dict[str, Any] = {
+        "program": home / ".local" / "bin" / "prefixcached",
+        "socket": support / "prefixcached.sock",
+        "home": home,
+        "log_dir": home / "Library" / "Logs" / "prefixcached",
+        "state_dir": home / "Library" / "Caches" / "prefixcached",
+        "config_file": support / "config.toml",
+    }
+    return ServicePlan(**{**settings, **changes})
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> ServicePlan:
+    return plan_in(tmp_path / "home")
+
+
+@pytest.fixture
+def pauses() -> list[float]:
+    return []
+
+
+@pytest.fixture
+def agent(plan: ServicePlan, launchd: Launchd, pauses: list[float]) -> LaunchAgent:
+    return LaunchAgent(plan, launchctl=str(launchd.program), user=USER, pause=pauses.append)
+
+
+def test_the_property_list_has_what_launchd_needs(plan: ServicePlan) -> None:
+    """PLATFORM 1.1, 1.2: every key, absolute paths, decimal modes, on demand."""
+    agent = plistlib.loads(render(plan))
+    assert agent == {
+        "Label": LABEL,
+        "ProgramArguments": [str(plan.program), "serve", "--socket", str(plan.socket)],
+        "Sockets": {
+            "Listener": {
+                "SockType": "stream",
+                "SockPathName": str(plan.socket),
+                "SockPathMode": 384,
+            }
+        },
+        "ProcessType": "Interactive",
+        "ExitTimeOut": 30,
+        "ThrottleInterval": 10,
+        "Umask": 0o077,
+        "SoftResourceLimits": {"NumberOfFiles": 10240},
+        "HardResourceLimits": {"NumberOfFiles": 10240},
+        "LimitLoadToSessionType": ["Aqua", "Background"],
+        "EnvironmentVariables": {"PYTHONUNBUFFERED": "1"},
+        "StandardOutPath": str(plan.log_file),
+        "StandardErrorPath": str(plan.log_file),
+    }
+    assert b"<integer>384</integer>" in render(plan)
+    assert b"@" not in render(plan)
+    assert b"~" not in render(plan)
+
+
+def test_the_resident_variant_starts_at_login_and_after_a_crash(plan: ServicePlan) -> None:
+    """A clean exit stays one; a crash is started again."""
+    agent = plistlib.loads(render(plan_in(plan.home, is_resident=True)))
+    assert agent["RunAtLoad"] is True
+    assert agent["KeepAlive"] == {"SuccessfulExit": False}
+
+
+def test_apples_format_is_valid(plan: ServicePlan, tmp_path: Path) -> None:
+    """Where plistutil or plutil is installed, it reads the file too."""
+    file = tmp_path / "agent.plist"
+    file.write_bytes(render(plan))
+    if tool := shutil.which("plutil"):
+        subprocess.run([tool, "-lint", file], check=True)
+    elif tool := shutil.which("plistutil"):
+        subprocess.run([tool, "-i", file, "-o", tmp_path / "binary"], check=True)
+    else:
+        assert file.read_bytes().startswith(b"<?xml")
+
+
+def test_install_makes_directories_writes_the_file_and_loads_it(
+    agent: LaunchAgent, plan: ServicePlan, launchd: Launchd
+) -> None:
+    """Launchd makes no directory; the label is enabled before it is loaded."""
+    agent.install()
+    assert launchd.calls() == [
+        ["enable", f"{GUI}/{LABEL}"],
+        ["bootstrap", GUI, str(plan.agent_file)],
+    ]
+    assert stat.S_IMODE(plan.socket.parent.stat().st_mode) == 0o700
+    assert plan.log_dir.is_dir()
+    assert stat.S_IMODE(plan.agent_file.stat().st_mode) == 0o644
+    assert plistlib.loads(plan.agent_file.read_bytes())["Label"] == LABEL
+    assert not list(plan.agent_file.parent.glob(".*"))
+    assert agent.is_loaded()
+
+
+def test_install_again_stops_gracefully_and_loads_anew(
+    agent: LaunchAgent, launchd: Launchd
+) -> None:
+    """Idempotent: SIGTERM, then bootout, then bootstrap; never kickstart -k, which is SIGKILL."""
+    agent.install()
+    launchd.set(calls=[])
+    agent.install()
+    assert [call[:2] for call in launchd.calls()] == [
+        ["kill", "SIGTERM"],
+        ["bootout", f"{GUI}/{LABEL}"],
+        ["enable", f"{GUI}/{LABEL}"],
+        ["bootstrap", GUI],
+    ]
+    assert launchd.loaded == [f"{GUI}/{LABEL}"]
+
+
+def test_without_a_gui_login_the_users_own_domain_serves(
+    agent: LaunchAgent, launchd: Launchd
+) -> None:
+    """PLATFORM 1.4: over ssh the gui domain is not there."""
+    launchd.set(gui=False)
+    assert f"loaded in {SSH}" in agent.install()
+    assert launchd.loaded == [f"{SSH}/{LABEL}"]
+    assert agent.stop()[-1] == "stopped"
+    assert launchd.loaded == []
+
+
+def test_error_125_changes_the_domain(agent: LaunchAgent, launchd: Launchd) -> None:
+    """The domain is printed and yet refuses."""
+    launchd.set(errors={"bootstrap": [125]})
+    assert f"loaded in {SSH}" in agent.install()
+
+
+def test_error_5_is_tried_again(agent: LaunchAgent, launchd: Launchd, pauses: list[float]) -> None:
+    """PLATFORM 1.4: the label is still leaving."""
+    launchd.set(errors={"bootstrap": [5, 5, 5]})
+    assert f"loaded in {GUI}" in agent.install()
+    assert len(pauses) == 3
+
+
+def test_error_5_of_a_label_that_is_loaded_is_success(
+    agent: LaunchAgent, launchd: Launchd, plan: ServicePlan
+) -> None:
+    """Somebody else loaded it meanwhile."""
+    agent.install()
+    launchd.set(errors={"print": [113, 113, 0]})
+    assert agent.start()[-1] == "started"
+
+
+def test_a_label_that_never_leaves_is_an_error(
+    agent: LaunchAgent,
+    launchd: Launchd,
+    pauses: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It gives up after a while and says what to look at."""
+    monkeypatch.setattr(launch_agent, "ATTEMPTS", 3)
+    launchd.set(errors={"bootstrap": [5] * 100})
+    with pytest.raises(ServiceError, match="launchctl print"):
+        agent.install()
+    assert len(pauses) == 3
+
+
+@pytest.mark.parametrize(("codes", "waits"), [([36, 36], 2), ([3], 0), ([125], 0), ([5], 1)])
+def test_bootout_takes_its_time(
+    agent: LaunchAgent, launchd: Launchd, pauses: list[float], codes: list[int], waits: int
+) -> None:
+    """PLATFORM 1.4: 36 is to be waited for, 3 and 125 mean that it is gone."""
+    agent.install()
+    launchd.set(errors={"bootout": codes})
+    assert agent.stop() == ["stopped"]
+    assert len(pauses) == waits
+
+
+def test_any_other_error_is_told(agent: LaunchAgent, launchd: Launchd) -> None:
+    """With its number and launchctl's text."""
+    launchd.set(errors={"bootstrap": [78]})
+    with pytest.raises(ServiceError, match="error 78"):
+        agent.install()
+
+
+def test_homebrews_service_is_left_alone(
+    agent: LaunchAgent, launchd: Launchd, plan: ServicePlan
+) -> None:
+    """PLATFORM 6: two supervisors of one socket would fight."""
+    launchd.set(loaded=[f"{GUI}/{HOMEBREW_LABEL}"])
+    with pytest.raises(ServiceError, match="brew services stop"):
+        agent.install()
+    assert not plan.agent_file.exists()
+    assert launchd.calls() == []
+
+
+def test_a_daemon_outside_the_service_is_named(agent: LaunchAgent, plan: ServicePlan) -> None:
+    """Launchd would take its socket away from under it."""
+    plan.lock_file.parent.mkdir(parents=True)
+    with plan.lock_file.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ServiceError, match="no service runs at"):
+            agent.install()
+    assert not plan.agent_file.exists()
+
+
+def test_stop_waits_for_the_daemon_before_launchd_forgets_it(
+    agent: LaunchAgent, plan: ServicePlan, launchd: Launchd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PLATFORM 1.4: bootout kills after the loaded job's exit time-out, which may be 5 s."""
+    agent.install()
+    launchd.set(calls=[])
+    with plan.lock_file.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+        def ends_at_the_third_look(seconds: float) -> None:
+            looks.append(seconds)
+            assert [call[0] for call in launchd.calls()] == ["kill"]
+            if len(looks) == 3:
+                fcntl.flock(lock, fcntl.LOCK_UN)
+
+        looks: list[float] = []
+        monkeypatch.setattr(agent, "_pause", ends_at_the_third_look)
+        assert agent.stop() == ["stopped"]
+    assert looks == [running.POLL_SECONDS] * 3
+    assert [call[0] for call in launchd.calls()] == ["kill", "bootout"]
+
+
+def test_start_and_uninstall_may_be_repeated(
+    agent: LaunchAgent, plan: ServicePlan, launchd: Launchd
+) -> None:
+    """Start never kills; uninstall of nothing says so."""
+    with pytest.raises(ServiceError, match="service install"):
+        agent.start()
+    agent.install()
+    agent.start()
+    agent.stop()
+    agent.start()
+    assert ["kickstart", f"{GUI}/{LABEL}"] in launchd.calls()
+    assert f"removed {plan.agent_file}" in agent.uninstall()
+    assert agent.uninstall() == ["not loaded"]
+    assert launchd.loaded == []
+
+
+def test_a_loaded_job_that_differs_from_the_file_is_named(
+    agent: LaunchAgent, launchd: Launchd, plan: ServicePlan
+) -> None:
+    """PLATFORM 1.1: the loaded job's exit time-out counts, not the file's."""
+    agent.install()
+    launchd.set(text=f"\tprogram = {plan.program}\n\texit timeout = 5\n")
+    assert agent.mismatches() == ["launchd has exit timeout = 5, and the file 30"]
+    launchd.set(text="another text in another release")
+    assert agent.mismatches() == []
+
+
+def test_logs_are_the_file_that_launchd_writes(agent: LaunchAgent, plan: ServicePlan) -> None:
+    """Tail shows it, and follows it by name through a rotation."""
+    assert agent.logs_command(5, follow=True) == ["tail", "-n", "5", "-F", str(plan.log_file)]

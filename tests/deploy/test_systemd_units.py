@@ -1,0 +1,149 @@
+"""The systemd units: what they say, checked by systemd itself, and what systemctl is told."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from prefixcached.daemon.service.plan import ServiceError, ServicePlan
+from prefixcached.daemon.service.systemd_units import SystemdUnits, quoted, render
+
+FAKE = """#!/bin/sh
+shift # --user
+echo "$*" >> "$0.calls"
+case "$*" in
+  is-active*) test -e "$0.active"; exit $? ;;
+  "enable --now prefixcached.socket" | start*) touch "$0.active" ;;
+  stop*) rm -f "$0.active" ;;
+esac
+test ! -e "$0.broken"
+"""
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServicePlan:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    program = tmp_path / "bin" / "prefixcached"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    return ServicePlan(
+        program=program,
+        socket=tmp_path / "run" / "prefixcached.sock",
+        home=tmp_path,
+        log_dir=tmp_path / "log",
+        state_dir=tmp_path / "state",
+        config_file=tmp_path / "config" / "prefixcached" / "config.toml",
+    )
+
+
+@pytest.fixture
+def systemctl(tmp_path: Path) -> Path:
+    path = tmp_path / "systemctl"
+    path.write_text(FAKE)
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def units(plan: ServicePlan, systemctl: Path) -> SystemdUnits:
+    return SystemdUnits(plan, systemctl=str(systemctl), pause=lambda seconds: None)
+
+
+def calls(systemctl: Path) -> list[str]:
+    file = Path(f"{systemctl}.calls")
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def test_the_units_carry_the_plan(plan: ServicePlan) -> None:
+    """Absolute program and socket, private modes, and no placeholder left."""
+    units = render(plan)
+    assert (
+        f'ExecStart="{plan.program}" "serve" "--socket" "{plan.socket}"'.encode()
+        in (units["prefixcached.service"])
+    )
+    assert (
+        f"ListenStream={plan.socket}\nSocketMode=0600\n".encode() in (units["prefixcached.socket"])
+    )
+    assert b"@" not in b"".join(units.values())
+
+
+def test_arguments_are_protected_from_systemd() -> None:
+    """Blanks, quotes, specifiers and variables reach the daemon as they are."""
+    assert quoted('/a b/%h/$x"\\') == '"/a b/%%h/$$x\\"\\\\"'
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
+def test_systemd_finds_nothing_wrong(plan: ServicePlan, tmp_path: Path) -> None:
+    """`systemd-analyze verify` accepts both files."""
+    for name, text in render(plan).items():
+        (tmp_path / name).write_bytes(text)
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    done = subprocess.run(
+        ["systemd-analyze", "--user", "verify", tmp_path / "prefixcached.socket",
+         tmp_path / "prefixcached.service"],
+        capture_output=True, text=True, env=environment, check=False,
+    )  # fmt: skip
+    ours = [line for line in done.stderr.splitlines() if "prefixcached" in line]
+    assert not ours, done.stderr
+
+
+def test_install_enables_the_socket_only(
+    units: SystemdUnits, plan: ServicePlan, systemctl: Path
+) -> None:
+    """On demand: the service starts with the first connection."""
+    units.install()
+    assert calls(systemctl)[-3:] == [
+        "daemon-reload",
+        "enable --now prefixcached.socket",
+        "disable prefixcached.service",
+    ]
+    assert all(path.is_file() for path in units.files)
+    assert units.is_loaded()
+
+
+def test_the_resident_variant_enables_the_service_too(plan: ServicePlan, systemctl: Path) -> None:
+    """It starts at login."""
+    resident = ServicePlan(
+        program=plan.program, socket=plan.socket, home=plan.home, log_dir=plan.log_dir,
+        state_dir=plan.state_dir, config_file=plan.config_file, is_resident=True,
+    )  # fmt: skip
+    SystemdUnits(resident, systemctl=str(systemctl), pause=lambda seconds: None).install()
+    assert "enable --now prefixcached.service" in calls(systemctl)
+
+
+def test_verbs_may_be_repeated(units: SystemdUnits, systemctl: Path) -> None:
+    """Install twice, stop, start, uninstall twice."""
+    units.install()
+    units.install()
+    assert "stop prefixcached.socket prefixcached.service" in calls(systemctl)
+    units.stop()
+    assert not units.is_loaded()
+    units.start()
+    assert units.is_loaded()
+    said = units.uninstall()
+    assert [line for line in said if line.startswith("removed")]
+    assert units.uninstall() == ["not installed"]
+    assert not any(path.exists() for path in units.files)
+
+
+def test_what_systemd_refuses_is_told(units: SystemdUnits, systemctl: Path) -> None:
+    """With the command that failed; start before install says what to do."""
+    with pytest.raises(ServiceError, match="service install"):
+        units.start()
+    Path(f"{systemctl}.broken").touch()
+    with pytest.raises(ServiceError, match="daemon-reload failed"):
+        units.install()
+    missing = SystemdUnits(units._plan, systemctl="/nonexistent/systemctl")
+    with pytest.raises(ServiceError, match="cannot run"):
+        missing.stop()
+
+
+def test_logs_are_in_the_journal(units: SystemdUnits) -> None:
+    """Journalctl shows them, and follows."""
+    command = units.logs_command(7, follow=True)
+    assert command[:2] == ["journalctl", "--user"]
+    assert "--follow" in command
+    assert "7" in command
