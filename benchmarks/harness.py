@@ -92,10 +92,10 @@ class Worker:
         self.begin()
         return self.end()
 
-    def begin(self) -> None:
-        """Let the case run; `end` waits for it."""
+    def begin(self, what: str = "") -> None:
+        """Let the case run, with ``what`` as its argument if it is given; `end` waits for it."""
         assert self._process.stdin is not None
-        self._process.stdin.write("go\n")
+        self._process.stdin.write(f"{what}\n")
         self._process.stdin.flush()
 
     def end(self) -> dict[str, Any]:

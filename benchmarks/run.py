@@ -23,6 +23,8 @@ FULL: Final = (
     "turns",
     "memory",
     "start",
+    "growth",
+    "first_token",
 )
 QUICK: Final = ("lookup", "ram_hit", "ssd_hit", "put", "agents", "turns", "memory", "start")
 

@@ -21,9 +21,10 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         case = stack.enter_context(cases(role, options))
         _say(answers, {"ready": True})
-        for _ in sys.stdin:
+        for line in sys.stdin:
+            what = line.strip()
             try:
-                measured = case.measure()
+                measured = case.measure(what) if what else case.measure()
             except WrongBytes as error:
                 _say(answers, {"wrong": str(error)})
                 continue

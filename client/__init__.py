@@ -4,6 +4,8 @@ Importing it needs neither mlx nor a daemon. Nothing raises because of the daemo
 (``fail_open=False``): no daemon, a slow one or a full one is a miss.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from prefixcached.client.cache import Cache, connect
 from prefixcached.client.errors import (
     CallTimeout,
@@ -26,6 +28,9 @@ from prefixcached.client.results import (
     Stored,
 )
 
+if TYPE_CHECKING:
+    from prefixcached.client.prompt_cache import PromptCache
+
 __all__ = [
     "Cache",
     "CallTimeout",
@@ -40,9 +45,19 @@ __all__ = [
     "ObjectHit",
     "Pin",
     "PrefixCachedError",
+    "PromptCache",
     "ProtocolFailure",
     "RestoreFailed",
     "Stored",
     "UseAfterClose",
     "connect",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # It needs mlx and mlx-lm, which are imported by whoever asks for it.
+    if name == "PromptCache":
+        from prefixcached.client.prompt_cache import PromptCache
+
+        return PromptCache
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

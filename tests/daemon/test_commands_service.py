@@ -23,13 +23,13 @@ pid=$(cat "$0.pid" 2>/dev/null)
 case "$*" in
   is-active*) test -n "$pid"; exit $? ;;
   "enable --now prefixcached.socket" | start*)
-    umask 0177
     setsid systemd-socket-activate -l "$SERVICE_SOCKET" -E HOME -E XDG_CACHE_HOME \\
       -E XDG_CONFIG_HOME -E PREFIXCACHED_RAM_BYTES -E PREFIXCACHED_SSD_BYTES \\
       "$SERVICE_PYTHON" -m prefixcached.daemon.cli serve --socket "$SERVICE_SOCKET" \\
       >"$0.log" 2>&1 </dev/null &
     echo $! > "$0.pid"
-    while ! test -S "$SERVICE_SOCKET"; do :; done ;;
+    while ! test -S "$SERVICE_SOCKET"; do :; done
+    chmod 600 "$SERVICE_SOCKET" ;; # as SocketMode= says
   stop*)
     test -n "$pid" && kill "$pid"
     rm -f "$0.pid" "$SERVICE_SOCKET" ;;

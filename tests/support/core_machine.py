@@ -106,17 +106,18 @@ class ClientMachine(RuleBasedStateMachine):
         ssd_cap=st.integers(0, 3),
         segment_bytes=st.sampled_from([1 << 20, 6000, 3000]),
         auto=st.booleans(),
+        minimum_tokens=st.sampled_from([6, 24]),
         promote=st.sampled_from(["second-hit", "always", "never"]),
         delay=st.sampled_from([0.0, 0.5]),
     )
     def start(
         self, schemas: list[str], ram_pages: int, images: int, ssd_cap: int, segment_bytes: int,
-        auto: bool, promote: str, delay: float,
+        auto: bool, minimum_tokens: int, promote: str, delay: float,
     ) -> None:  # fmt: skip
         self.config = small_config(
             ram_bytes=ram_pages * PAGE, max_images=images,
             ssd_bytes=self.ssd_caps[ssd_cap % len(self.ssd_caps)], segment_max_bytes=segment_bytes,
-            segment_min_tokens=6, promote=promote, write_delay_seconds=delay, idle_seconds=30.0,
+            segment_min_tokens=minimum_tokens, promote=promote, write_delay_seconds=delay, idle_seconds=30.0,
         )  # fmt: skip
         self.auto = auto
         self.core = Core(self.config, auto_seal=auto, auto_free=auto)

@@ -8,6 +8,7 @@ last it waits for a line again if it was started with a line "stop"; at the end 
 tokens it forwarded and what the logits of the last one are.
 """
 
+import itertools
 import json
 import os
 import signal
@@ -56,7 +57,7 @@ def boundaries(start: int, length: int) -> list[tuple[int, int]]:
     """The calls of a prefill from ``start`` on; the last token always has one of its own."""
     stops = [*range(STEP_TOKENS, length - 1, STEP_TOKENS), length - 1]
     edges = [start, *(stop for stop in stops if stop > start)]
-    return [*zip(edges, edges[1:], strict=False), (length - 1, length)]
+    return [*itertools.pairwise(edges), (length - 1, length)]
 
 
 def main(socket: str, name: str, count: int, wait: float) -> None:
@@ -104,6 +105,7 @@ class PrefillProcess:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self._lines.put(line)
+        self._lines.put('{"event": "it ended"}')
 
     def expect(self, event: str, seconds: float = 300.0) -> dict[str, Any]:
         """The next thing that the process says, which must be this event."""

@@ -68,7 +68,7 @@ def test_own_class_of_a_model() -> None:
     cache.pending_kv = mx.zeros((1, 0, 8))
     store = Store()
     assert store.put([cache], range(9)) == 9
-    (restored,) = store.take(9)
+    restored: Any = store.take(9)[0]
     assert type(restored) is LayerCache
     assert (restored.offset, restored.window_size, restored.index_k) == (9, 4, None)
     assert same_bits(restored.window, cache.window)

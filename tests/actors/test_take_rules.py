@@ -1,0 +1,204 @@
+"""What a take finds, lends and misses, rule by rule."""
+
+import pytest
+
+from prefixcached.protocol import messages as wire
+from prefixcached.protocol.tokens import pack_tokens
+from tests.support.core import PAGE, Core, small_config
+from tests.support.core_prompts import length_of, offer, put, take, tokens
+
+
+def test_the_longest_prefix_is_found() -> None:
+    """T1: of several entries the longest that the prompt begins with is lent."""
+    core = Core()
+    put(core, tokens(40))
+    put(core, tokens(80))
+    put(core, tokens(40) + tokens(30, start=700))
+    hit = take(core, [*tokens(60), 9])
+    assert (hit.length, hit.tier) == (60, "ram")
+
+
+def test_the_last_token_is_never_covered() -> None:
+    """T3: a hit never covers the last token, also where all of them are held."""
+    core = Core()
+    put(core, tokens(40))
+    assert take(core, tokens(40)).length == 39
+    assert take(core, tokens(1)).reason == "diverged"
+    assert isinstance(take(core, []), wire.Miss)
+
+
+def test_taking_consumes_nothing() -> None:
+    """T2: any number of sessions hold the same bytes at once."""
+    core = Core()
+    put(core, tokens(40))
+    assert {take(core, tokens(41), session=n).length for n in range(2, 8)} == {40}
+    assert len(core.takes.leases) == 6
+
+
+def test_a_prefix_of_a_window_model_needs_its_rows() -> None:
+    """T5, T13: slices serve anywhere, window rows only where they are covered."""
+    core = Core()
+    put(core, tokens(60), schema="ring", rows=[(40, 60)])
+    assert length_of(core, tokens(61)) == 60
+    assert length_of(core, tokens(48)) == 47
+    miss = take(core, tokens(40))
+    assert (miss.reason, miss.matched) == ("window-gap", 40)
+
+
+def test_a_hybrid_resumes_at_its_checkpoints() -> None:
+    """T5: state is usable only at exactly the position of a checkpoint."""
+    core = Core()
+    put(core, tokens(30), schema="hybrid")
+    put(core, tokens(60), schema="hybrid")
+    assert length_of(core, tokens(61)) == 60
+    assert length_of(core, tokens(60)) == 30
+    miss = take(core, tokens(30))
+    assert (miss.reason, miss.matched) == ("no-checkpoint", 30)
+
+
+def test_a_minimum_bars_shorter_matches() -> None:
+    """T6: within the segments of a put with a minimum, a shorter match is not usable."""
+    core = Core()
+    put(core, tokens(60), minimum=50)
+    assert length_of(core, tokens(56)) == 55
+    miss = take(core, tokens(40))
+    assert (miss.reason, miss.matched) == ("below-minimum", 40)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason", "matched"),
+    [(tokens(20, start=900), "diverged", 0), (tokens(40, start=1), "diverged", 0)],
+)
+def test_a_miss_says_where_the_prompt_diverged(
+    prompt: list[int], reason: str, matched: int
+) -> None:
+    """T9: a miss carries a reason and how many tokens matched."""
+    core = Core()
+    put(core, tokens(40))
+    miss = take(core, prompt)
+    assert (miss.reason, miss.matched) == (reason, matched)
+
+
+def test_a_miss_says_that_nothing_is_there() -> None:
+    """T9: an unknown namespace is empty."""
+    assert take(Core(), tokens(40)).reason == "empty"
+
+
+def test_a_miss_says_that_it_was_evicted() -> None:
+    """T9: what was evicted is remembered for a while."""
+    core = Core(small_config(ram_bytes=2 * PAGE))
+    put(core, tokens(20))
+    put(core, tokens(20, start=100))
+    put(core, tokens(20, start=200))
+    assert take(core, tokens(21)).reason == "evicted"
+
+
+def test_peek_changes_nothing() -> None:
+    """T11: peek answers as take would, and leaves recency and counters alone."""
+    core = Core(small_config(ram_bytes=2 * PAGE))
+    put(core, tokens(20))
+    put(core, tokens(20, start=100))
+    before = core.takes.counters.takes
+    assert length_of(core, tokens(21)) == 20  # were it a use, the other would be evicted next
+    put(core, tokens(20, start=200))
+    assert length_of(core, tokens(21)) == 0
+    assert core.takes.counters.takes == before
+
+
+def test_contains_is_exact() -> None:
+    """T11: contains answers for exactly these tokens."""
+    core = Core()
+    put(core, tokens(60), schema="hybrid")
+
+    def contains(count: int) -> int:
+        reply = core.reply(1, wire.Contains("n", pack_tokens(tokens(count))))
+        assert isinstance(reply, wire.Length)
+        return reply.length
+
+    assert [contains(60), contains(59), contains(61)] == [60, 0, 0]
+
+
+def test_two_namespaces_share_nothing() -> None:
+    """N1: the same tokens in another namespace are a miss."""
+    core = Core()
+    put(core, tokens(40), namespace="a")
+    assert length_of(core, tokens(41), namespace="b") == 0
+    assert length_of(core, tokens(41), namespace="a") == 40
+
+
+def test_a_lease_holds_its_images_until_it_is_released() -> None:
+    """L1, E2: lent images are never victims; a second release is harmless."""
+    core = Core(small_config(ram_bytes=2 * PAGE, retention="lru"))
+    put(core, tokens(20))
+    hit = take(core, tokens(21))
+    for n in range(1, 6):
+        put(core, tokens(20, start=100 * n))
+    assert length_of(core, tokens(21)) == 20
+    for _ in range(2):
+        core.send_one_way(1, wire.Release(hit.lease))
+    for n in range(6, 9):
+        put(core, tokens(20, start=100 * n))
+    assert length_of(core, tokens(21)) == 0
+
+
+def test_a_lease_belongs_to_its_session_and_boot() -> None:
+    """L1, L3: another session, or an id of an earlier boot, releases nothing."""
+    core = Core()
+    put(core, tokens(40))
+    hit = take(core, tokens(41), session=1)
+    core.send_one_way(2, wire.Release(hit.lease))
+    core.send_one_way(1, wire.Release(hit.lease, boot="an earlier one"))
+    assert len(core.takes.leases) == 1
+    core.send_one_way(1, wire.Release(hit.lease, boot=core.boot))
+    assert len(core.takes.leases) == 0
+
+
+def test_the_end_of_a_connection_ends_its_leases() -> None:
+    """L1: a client that is gone holds nothing."""
+    core = Core()
+    put(core, tokens(40))
+    for _ in range(3):
+        take(core, tokens(41), session=5)
+    core.gone(5)
+    assert core.takes.leases == {}
+    assert core.index.held_bytes == 0
+
+
+def test_cleared_images_linger_for_their_lease() -> None:
+    """L2, D11: what is cleared is unfindable at once; lent bytes stay until the lease ends."""
+    core = Core()
+    put(core, tokens(40))
+    hit = take(core, tokens(41))
+    core.reply(2, wire.Clear())
+    assert length_of(core, tokens(41)) == 0
+    assert core.index.ram.bytes_by_state["lingering"] > 0
+    core.send_one_way(1, wire.Release(hit.lease))
+    assert core.index.ram.bytes == 0
+
+
+def test_leaves_go_before_their_ancestors() -> None:
+    """E2: the least recent leaf is evicted first, and never what something hangs on."""
+    core = Core(small_config(ram_bytes=4 * PAGE))
+    put(core, tokens(20))
+    put(core, tokens(40))
+    put(core, tokens(20, start=500))
+    put(core, tokens(20, start=600))
+    put(core, tokens(20, start=700))
+    assert length_of(core, tokens(41)) == 20
+
+
+def test_the_number_of_images_is_a_cap_too() -> None:
+    """E1: images are limited like bytes."""
+    core = Core(small_config(max_images=3))
+    for n in range(10):
+        put(core, tokens(20, start=100 * n))
+        assert core.index.ram.images <= 3
+
+
+def test_releasing_a_lease_lets_a_waiting_put_in() -> None:
+    """E10: room that a release makes is given to who waits for it."""
+    core = Core(small_config(ram_bytes=2 * PAGE), auto_free=False)
+    put(core, tokens(40))
+    assert offer(core, tokens(40, start=900), session=2, seconds_left=5.0) is None
+    core.finish_free()
+    assert len(core.puts.puts) == 1
