@@ -304,8 +304,6 @@ class PutDesk:
         total, ram = sum(charged), self._index.ram
         if total > ram.bytes_cap or len(sizes) > min(ram.images_cap, limits.MAX_IMAGES_PER_PUT):
             return self._declined("too-large")
-        if total > ram.limit_bytes:
-            return self._declined("pressure")
         if sum(p.session == waiting.session for p in self.puts.values()) >= MAX_PUTS_PER_SESSION:
             return self._declined("busy")
         held = _whole_path(path)

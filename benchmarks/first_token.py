@@ -18,7 +18,7 @@ from benchmarks.harness import Row, Worker, duration, quartiles, require, scratc
 from prefixcached.client.openblas import openblas_environment
 
 NAME = "first_token"
-TOKENS = 1_000
+TOKENS = 800
 GENERATED = 8
 WAIT_SECONDS = 300.0
 PLAIN, COLD, RAM, SSD = "plain mlx-lm", "cold", "RAM", "SSD"

@@ -5,6 +5,7 @@ the next append. Whoever takes a view here drops it before the caller sees the a
 """
 
 import ctypes
+import functools
 import json
 import mmap
 import sys
@@ -30,11 +31,6 @@ HUGE_PAGES_BYTES: Final = 256 * 1024
 _UNSIGNED: Final = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 
-if sys.platform == "linux":
-    _MADVISE: Final = ctypes.CDLL(None).madvise
-    _MADVISE.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-
-
 def integers(array: mx.array) -> NDArray[Any]:
     """Return a writable view of an evaluated ``array`` as unsigned integers, without a copy.
 
@@ -58,14 +54,20 @@ def prefer_huge_pages(view: NDArray[Any]) -> None:
     buffers took 0.25 s of processor time, and 0.09 s with huge pages. It is advice: where the
     system has none to give, nothing changes.
     """
-    if sys.platform != "linux":
-        return
-    if view.nbytes < HUGE_PAGES_BYTES:
-        return
-    # Outwards to whole pages, so that the ranges of neighbouring buffers join.
-    start = view.ctypes.data & -mmap.PAGESIZE
-    end = -(-(view.ctypes.data + view.nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-    _MADVISE(start, end - start, mmap.MADV_HUGEPAGE)
+    if sys.platform == "linux":
+        if view.nbytes < HUGE_PAGES_BYTES:
+            return
+        # Outwards to whole pages, so that the ranges of neighbouring buffers join.
+        start = view.ctypes.data & -mmap.PAGESIZE
+        end = -(-(view.ctypes.data + view.nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        _madvise()(start, end - start, mmap.MADV_HUGEPAGE)
+
+
+@functools.cache
+def _madvise() -> Any:
+    function = ctypes.CDLL(None).madvise
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return function
 
 
 def unfilled(tensors: Sequence[StateTensor]) -> list[mx.array]:

@@ -6,6 +6,7 @@ from typing import Final
 import click
 
 from prefixcached.daemon.commands.common import (
+    COMMAND_SECONDS,
     EXIT_FAILED,
     reported_failures,
     socket_option,
@@ -40,9 +41,10 @@ def flush(socket: Path, timeout: float) -> None:
 
     with (
         reported_failures(socket),
-        connect(socket=socket, timeout=timeout, fail_open=False) as cache,
+        connect(socket=socket, timeout=COMMAND_SECONDS, fail_open=False) as cache,
         waiting_for("Writing what is in RAM only"),
     ):
+        cache.stats()  # a daemon that does not answer is not waited for as long as a slow disk
         flushed = cache.flush(timeout)
     click.echo(f"written {flushed.written}  skipped {flushed.skipped}  failed {flushed.failed}")
     if not flushed.complete:

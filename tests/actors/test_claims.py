@@ -1,5 +1,6 @@
 """One prefill for many: claims and the takes that wait for them (rules Q1 to Q3), on the core."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -273,7 +274,7 @@ def test_a_declined_put_answers_all_its_waiters() -> None:
     one, *others = clients(core, 4)
     claimed(one)
     slots = [waiting(other) for other in others]
-    core.refuse_memory = True
+    core.memories_left = 0
     assert one.refusal(PROMPT[:-1]) == "no-space"
     assert all(isinstance(slot.reply, wire.Miss) for slot in slots)
     assert core.statistics().claim_outcomes["declined"] == 1
@@ -511,9 +512,9 @@ class ClaimMachine(RuleBasedStateMachine):
         if not self.is_free(session):
             return
         before, awaited = self.edges(), self.awaited()
-        self.core.refuse_memory = fails
+        self.core.memories_left = 0 if fails else math.inf
         reply = Client(self.core, session).put(tokens, space)
-        self.core.refuse_memory = False
+        self.core.memories_left = math.inf
         is_stored = isinstance(reply, wire.Stored)
         if is_stored:
             self.stored[space].add(tokens)

@@ -240,6 +240,6 @@ def test_a_declined_put_marks_nothing() -> None:
     """S1: only what was stored, taken or prefetched is marked."""
     core = Core()
     client = Client(core)
-    core.refuse_memory = True
+    core.memories_left = 0
     client.refusal(TALK, label="talk")
     assert core.statistics().labels == 0

@@ -15,6 +15,7 @@ from prefixcached.protocol.actor_messages import (
 from tests.support.core import PAGE, Core, small_config
 from tests.support.core_checks import check_core
 from tests.support.core_disk import FakeDisk
+from tests.support.core_payload import encoded
 from tests.support.core_traffic import in_ram, offer, packed, put, read, take
 
 CAP = 8 * PAGE
@@ -273,6 +274,39 @@ def test_a_persisting_level_tries_again() -> None:
     assert len(disk.files) == 1
 
 
+def test_failures_before_the_pressure_do_not_count() -> None:
+    """M3: only a write that fails during the attempt stops it."""
+    core, disk = with_disk(write_delay_seconds=3600.0)
+    put(core, 1)
+    core.call(9, wire.Flush(seconds_left=5.0))
+    disk.step(fails=True)
+    press(core, "critical")
+    disk.settle()
+    assert core.index.ram.bytes == 0
+    assert pressure(core)["failed_attempts"] == 0
+
+
+def test_after_the_pressure_writes_wait_again() -> None:
+    """M3: the delay that spares short-lived tails a write is back with the normal level."""
+    core, disk = with_disk(write_delay_seconds=100.0)
+    press(core, "critical")
+    press(core, "normal")
+    put(core, 1)
+    core.advance(99.0)
+    assert not disk.step()
+    core.advance(1.0)
+    assert disk.step()
+
+
+def test_without_a_disk_critical_pressure_leaves_nothing_to_do() -> None:
+    """M3: the actor sleeps while a critical level lasts."""
+    core = ram_only()
+    press(core, "critical")
+    core.check_no_livelock()
+    core.advance(1.0)
+    core.check_no_livelock()
+
+
 def test_no_attempt_after_the_level_has_fallen() -> None:
     """M3: only a level that persists is a reason for another attempt."""
     core, disk = with_disk()
@@ -335,6 +369,25 @@ def test_warn_declines_what_exceeds_the_target() -> None:
     press(core, "normal")
     core.advance(4 * RETURN_SECONDS)
     assert isinstance(put(core, 1, pages=5), wire.Stored)
+
+
+def test_what_can_never_fit_is_declined_at_once() -> None:
+    """M2, P10: a put larger than the target does not wait for room that will not come."""
+    core = ram_only()
+    press(core, "warn")
+    large = wire.Offer("plain", packed(1, pages=5), encoded("plain"), seconds_left=5.0)
+    assert core.reply(1, large) == wire.Declined(reason="pressure")
+
+
+def test_puts_at_warn_without_a_disk_evict_down_to_the_target() -> None:
+    """M2, E4: the target is the cap of new puts; what is never written makes room for them."""
+    core = ram_only()
+    for name in range(1, 9):
+        put(core, name)
+    press(core, "warn")
+    assert isinstance(put(core, 9), wire.Stored)
+    assert core.index.ram.bytes == CAP // 2
+    assert 9 in in_ram(core)
 
 
 def test_puts_at_warn_stay_within_the_target() -> None:
@@ -407,10 +460,14 @@ def test_status_shows_bytes_before_and_after() -> None:
         "released_bytes": 2 * PAGE, "released_images": 2, "dropped_images": 0,
         "failed_attempts": 0,
     }  # fmt: skip
+    press(core, "critical")
+    assert pressure(core)["bytes_before"] == CAP // 2
+    press(core, "warn")
+    assert pressure(core)["bytes_before"] == CAP // 2
     press(core, "normal")
     core.advance(4 * RETURN_SECONDS)
     durable(core, disk, 7, 8, 9)
-    assert pressure(core)["bytes_after"] == CAP // 2
+    assert pressure(core)["bytes_after"] == 0
 
 
 def test_bytes_on_their_way_to_the_system_are_not_released_twice() -> None:
@@ -514,6 +571,17 @@ def test_a_cap_that_changes_under_pressure_keeps_the_target() -> None:
     press(core, "normal")
     core.advance(4 * RETURN_SECONDS)
     assert pressure(core)["target_bytes"] == 4 * PAGE
+
+
+def test_a_cap_that_changes_during_the_return_keeps_its_steps() -> None:
+    """M5, M4: another cap is no reason to take everything back at once."""
+    core, _ = with_disk()
+    press(core, "critical")
+    press(core, "normal")
+    core.send(RamCapChanged(16 * PAGE))
+    assert pressure(core)["target_bytes"] == CAP // 4 + 4 * PAGE
+    core.advance(4 * RETURN_SECONDS)
+    assert pressure(core)["target_bytes"] == 16 * PAGE
 
 
 def test_nothing_is_deleted_from_the_disk_under_pressure() -> None:

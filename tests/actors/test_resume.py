@@ -117,10 +117,12 @@ def test_a_window_image_behind_the_hit_is_lent_for_its_rows() -> None:
     """T13: rows that a later image of the path holds count, and are then lent with the hit."""
     client = Client(Core())
     held = sequence(40)
-    branch = (*held[:20], *sequence(4, salt=1))
+    branch = (*held[:4], *sequence(2, salt=1))
     client.store(held, "ring/a")
-    client.store(branch, "ring/a", extra=20)
-    assert client.reuse(branch[:21], "ring/a") == 20
+    client.store(branch, "ring/a")
+    hit = client.hit(branch[:5], "ring/a")
+    assert hit.length == 4
+    assert [(p.use_start, p.use_end) for p in hit.parts] == [(0, 4), (4, 4)]
 
 
 def test_a_shorter_match_than_the_minimum_is_not_usable() -> None:

@@ -205,10 +205,11 @@ def all_commands() -> list[list[str]]:
 
 @pytest.mark.parametrize("command", all_commands(), ids=" ".join)
 def test_help_fits_a_screen_and_has_an_example(command: list[str]) -> None:
-    """One screen of 40 lines, at 80 columns."""
+    """One screen of 40 lines at 80 columns, 48 where every option is a flag."""
     shown = invoke(*command, "--help", environment={"COLUMNS": "80"})
     assert shown.exit_code == 0
-    assert len(shown.output.splitlines()) <= 48 if command == ["serve"] else 40
+    most = 48 if command in (["serve"], ["config"]) else 40
+    assert len(shown.output.splitlines()) <= most
     if command != ["service"]:
         assert "Example" in shown.output
 

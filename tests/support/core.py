@@ -5,6 +5,7 @@ when each is done, in which order, and whether it succeeds. Time stands still un
 `FakeDisk` (tests/support/fake_disk.py) carries out what is meant for SsdTier and Prefetcher.
 """
 
+import errno
 from collections.abc import Sequence
 from typing import Any
 
@@ -124,7 +125,8 @@ class Core(RamTier):
     """RamTier, driven by hand.
 
     Orders wait in ``to_ssd``, ``to_prefetcher``, ``sealing`` and ``freeing``. With ``auto_seal``
-    and ``auto_free`` (the default) the last two are carried out within the same step.
+    and ``auto_free`` (the default) the last two are carried out within the same step. Memory is
+    refused once ``memories_left`` images have been made.
     """
 
     def __init__(
@@ -133,7 +135,7 @@ class Core(RamTier):
     ) -> None:  # fmt: skip
         self.descriptors = Descriptors()
         self.memories: list[FakeMemory] = []
-        self.refuse_memory = False
+        self.memories_left = float("inf")
         super().__init__(config or small_config(), create_memory=self.create_memory)
         self.clock = 1000.0
         self.auto_seal, self.auto_free = auto_seal, auto_free
@@ -147,8 +149,9 @@ class Core(RamTier):
             self.send(Loaded((), done=True))
 
     def create_memory(self, nbytes: int) -> Memory:
-        if self.refuse_memory:
-            raise OSError(24, "too many open files")
+        if not self.memories_left:
+            raise OSError(errno.EMFILE, "too many open files")
+        self.memories_left -= 1
         memory = FakeMemory(self.descriptors, nbytes)
         self.memories.append(memory)
         return memory

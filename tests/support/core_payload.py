@@ -23,8 +23,6 @@ from prefixcached.protocol.schema import (
     WindowShape,
     encode_schema,
 )
-from prefixcached.protocol.tokens import pack_tokens
-
 Tokens = tuple[int, ...]
 Bytes = NDArray[np.uint8]
 
@@ -57,29 +55,34 @@ def encoded(name: str) -> bytes:
     return encode_schema(SCHEMAS[name])
 
 
-@lru_cache(maxsize=65536)
-def path_digest(namespace: str, tokens: Tokens) -> int:
-    """What stands in the row of the last of ``tokens``."""
-    return xxhash.xxh3_64_intdigest(namespace.encode() + b"\0" + pack_tokens(tokens))
+@lru_cache(maxsize=1024)
+def path_digests(namespace: str, tokens: Tokens) -> tuple[int, ...]:
+    """For each position what its row depends on: the namespace and all tokens up to it."""
+    digest = xxhash.xxh3_64_digest(namespace.encode())
+    found: list[int] = []
+    for token in tokens:
+        digest = xxhash.xxh3_64_digest(digest + token.to_bytes(4, "little"))
+        found.append(int.from_bytes(digest, "little"))
+    return tuple(found)
 
 
 def rows(tensor: TensorSpec, namespace: str, tokens: Tokens, positions: Sequence[int]) -> Bytes:
     """The rows of one tensor, shape (runs, positions, row bytes)."""
+    digests = path_digests(namespace, tokens)
     found = np.empty((tensor.runs, len(positions), tensor.row_bytes), dtype=np.uint8)
-    for index, position in enumerate(positions):
-        digest = path_digest(namespace, tokens[: position + 1])
-        for run in range(tensor.runs):
-            found[run, index] = _pattern(digest, f"{tensor.name}{run}", tensor.row_bytes)
+    for run in range(tensor.runs):
+        name = f"{tensor.name}{run}"
+        for index, position in enumerate(positions):
+            found[run, index] = _pattern(digests[position], name, tensor.row_bytes)
     return found
 
 
 def state(name: str, nbytes: int, namespace: str, tokens: Tokens, metadata: bytes) -> bytes:
     """The snapshot tensor ``name`` at the end of ``tokens``."""
-    digest = path_digest(namespace, tokens) ^ xxhash.xxh3_64_intdigest(metadata)
+    digest = path_digests(namespace, tokens)[-1] ^ xxhash.xxh3_64_intdigest(metadata)
     return _pattern(digest, name, nbytes).tobytes()
 
 
-@lru_cache(maxsize=65536)
 def _pattern(digest: int, name: str, nbytes: int) -> Bytes:
     seed = xxhash.xxh3_128_digest(name.encode() + digest.to_bytes(8, "little"))
     return np.frombuffer((seed * (nbytes // 16 + 1))[:nbytes], dtype=np.uint8)

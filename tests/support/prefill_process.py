@@ -69,7 +69,7 @@ def main(socket: str, name: str, count: int, wait: float) -> None:
 
     model, vocabulary = load(name)
     prompt = prompt_of(name, count, vocabulary)
-    with connect(socket=socket, timeout=60, fail_open=False) as cache:
+    with connect(socket=socket, timeout=60) as cache:
         shared = PromptCache(model, cache=cache)
         say(event="ready")
         is_stepped = sys.stdin.readline() == "stop\n"

@@ -15,6 +15,8 @@ from tests.support.openblas import openblas_environment
 from tests.support.prefill_process import PrefillProcess, boundaries, forward, load, prompt_of
 from tests.support.until import ram_tier, until
 
+pytestmark = pytest.mark.slow
+
 PROCESSES = 4
 TOKENS = 400
 TINY = "olmo2"
@@ -131,7 +133,6 @@ def test_processes_that_wait_survive_their_daemon(
 
 
 @pytest.mark.model
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_four_processes_prefill_300_tokens_of_smollm2_once(
     daemon: DaemonProcess, smollm2: Path

@@ -69,10 +69,10 @@ def test_own_class_of_a_model() -> None:
     store = Store()
     assert store.put([cache], range(9)) == 9
     restored: Any = store.take(9)[0]
-    assert type(restored) is LayerCache
     assert (restored.offset, restored.window_size, restored.index_k) == (9, 4, None)
     assert same_bits(restored.window, cache.window)
     assert restored.pending_kv.shape == (1, 0, 8)
+    assert type(restored) is LayerCache
 
 
 def test_plain_values_and_dtypes() -> None:

@@ -1,0 +1,173 @@
+"""What a put has to transfer (rules P2, P3, P11, T6), through the grants that clients get."""
+
+from prefixcached.protocol import messages as wire
+from tests.support.core import Core, small_config
+from tests.support.core_client import Client, sequence
+
+
+def test_only_what_nobody_holds_is_transferred() -> None:
+    """P2: the grant starts where what is held ends."""
+    client = Client(Core())
+    tokens = sequence(50)
+    client.store(tokens[:30])
+    grant = client.grant(tokens)
+    assert grant.base == 30
+    assert [(i.start, i.end) for i in grant.images] == [(30, 50)]
+
+
+def test_storing_again_moves_no_bytes() -> None:
+    """P3: what is held already is `Stored` with no new bytes, and used anew."""
+    core = Core()
+    client = Client(core)
+    tokens = sequence(30)
+    client.store(tokens, "hybrid/a", state=True)
+    (old, *_) = core.index.entries.values()
+    before = old.used
+    assert client.put(tokens, "hybrid/a", state=True) == wire.Stored(new_bytes=0, length=30)
+    assert client.put(tokens[:20], "hybrid/a") == wire.Stored(new_bytes=0, length=20)
+    assert old.used > before
+    assert core.puts.counters.already_held == 2
+
+
+def test_a_checkpoint_is_added_to_held_tokens() -> None:
+    """P2: where only the snapshot is missing only the snapshot is granted."""
+    client = Client(Core())
+    tokens = sequence(30)
+    client.store(tokens, "hybrid/a", state=True)
+    grant = client.grant(tokens[:20], "hybrid/a", state=True)
+    assert grant.base == 20
+    assert [(i.kind, i.start, i.end) for i in grant.images] == [("checkpoint", 20, 20)]
+    client.commit(grant)
+    assert client.contains(tokens[:20], "hybrid/a")
+
+
+def test_newest_attachments_win_and_the_old_ones_stay_with_their_lease() -> None:
+    """P3: a checkpoint with attachments at an equal key replaces the old one."""
+    core = Core()
+    client = Client(core)
+    tokens = sequence(20)
+    client.store(tokens, attachments=b"1")
+    old = client.ask((*tokens, 1))
+    client.store(tokens, attachments=b"2")
+    new = client.hit((*tokens, 1))
+    assert [p.spec.metadata for p in new.parts if p.spec.tensors] == [b"2"]
+    hit = client.verify(old, (*tokens, 1))
+    assert [p.spec.metadata for p in hit.parts if p.spec.tensors] == [b"1"]
+    assert core.index.ram.bytes_by_state["lingering"] > 0
+    client.release(hit)
+    assert core.index.ram.bytes_by_state["lingering"] == 0
+
+
+def test_replacing_attachments_keeps_the_rows_of_its_position() -> None:
+    """P3: where the old checkpoint carries window rows, the new one carries them too."""
+    client = Client(Core())
+    tokens = sequence(60)
+    client.store(tokens, "ring/a")
+    for version in (b"1", b"2", b"3"):
+        client.store(tokens[:30], "ring/a", attachments=version)
+        assert client.contains(tokens[:30], "ring/a")
+    hit = client.hit(tokens[:31], "ring/a")
+    assert [p.spec.metadata for p in hit.parts if p.spec.metadata] == [b"3"]
+
+
+def test_rows_alone_and_a_snapshot_share_a_position() -> None:
+    """P2: a snapshot that comes after rows of its position leaves them, and needs no copy."""
+    client = Client(Core())
+    tokens = sequence(60)
+    client.store(tokens, "hybrid-ring/a", state=True)
+    client.store(tokens[:30], "hybrid-ring/a")
+    grant = client.grant(tokens[:30], "hybrid-ring/a", state=True)
+    assert [i.windows for i in grant.images] == [()]
+    client.commit(grant)
+    assert client.contains(tokens[:30], "hybrid-ring/a")
+
+
+def test_missing_rows_of_a_held_end_come_with_the_checkpoint() -> None:
+    """P2: an end inside a longer entry gets the rows that no image of its path has."""
+    client = Client(Core())
+    tokens = sequence(60)
+    client.store(tokens, "ring/a")
+    grant = client.grant(tokens[:30], "ring/a")
+    assert [(i.kind, i.windows[0].ranges) for i in grant.images] == [("checkpoint", ((23, 30),))]
+    client.commit(grant)
+    near = client.grant(tokens[:32], "ring/a")
+    assert [i.windows[0].ranges for i in near.images] == [((30, 32),)]
+
+
+def test_a_small_tail_is_absorbed() -> None:
+    """P11: a put that continues a short leaf starts at the leaf's start and takes its place."""
+    core = Core(small_config(segment_min_tokens=16))
+    client = Client(core)
+    tokens = sequence(60)
+    client.store(tokens[:40])
+    client.store(tokens[:50])
+    grant = client.grant(tokens)
+    assert grant.base == 40
+    assert [(i.start, i.end) for i in grant.images] == [(40, 60)]
+    client.commit(grant)
+    assert sorted((e.spec.start, e.spec.end) for e in core.index.entries.values()) == [
+        (0, 40), (40, 60),
+    ]  # fmt: skip
+    assert client.reuse((*tokens, 1)) == 60
+    assert core.index.counters["superseded"] == 1
+
+
+def test_what_must_not_be_absorbed_is_not() -> None:
+    """P11, T6: no leaf of enough tokens, with children, checkpoints or a minimum; no hybrid."""
+    tokens = sequence(60)
+    cases = {
+        "long": ("plain/a", 4, {}, {}),
+        "checkpoint": ("plain/a", 16, {"attachments": b"1"}, {}),
+        "hybrid": ("hybrid/a", 16, {"state": True}, {"state": True}),
+        "window": ("ring/a", 16, {}, {}),
+        "held minimum": ("plain/a", 16, {"minimum": 10}, {}),
+        "new minimum": ("plain/a", 16, {}, {"minimum": 10}),
+    }
+    for name, (namespace, least, first, second) in cases.items():
+        client = Client(Core(small_config(segment_min_tokens=least)))
+        client.store(tokens[:10], namespace, **first)
+        assert client.grant(tokens, namespace, **second).base == 10, name
+
+
+def test_a_leaf_with_a_child_is_not_absorbed() -> None:
+    """P11: never what has children."""
+    client = Client(Core(small_config(segment_min_tokens=16)))
+    tokens = sequence(60)
+    client.store(tokens[:10], minimum=1)
+    client.store((*tokens[:10], 1, 2), minimum=1)
+    client.store(tokens[:20])
+    assert client.grant(tokens).base == 10  # the leaf 10..20, not its parent
+
+
+def test_one_leaf_is_absorbed_by_one_put_at_a_time() -> None:
+    """P11: a leaf that another put absorbs is left alone; both continuations are found."""
+    core = Core(small_config(segment_min_tokens=16, put_wait_seconds=0.0))
+    first, second = Client(core, 1), Client(core, 2)
+    tokens = sequence(10)
+    first.store(tokens)
+    one, two = (*tokens, *sequence(9, 1)), (*tokens, *sequence(9, 2))
+    grants = first.grant(one), second.grant(two)
+    assert [g.base for g in grants] == [0, 10]
+    second.commit(grants[1])
+    first.commit(grants[0])
+    assert first.reuse((*one, 1)) == 19
+    assert first.reuse((*two, 1)) == 19
+
+
+def test_the_prompt_boundary_of_a_hybrid_stays() -> None:
+    """P11: the checkpoint that the next turn hits is not superseded by a longer put."""
+    client = Client(Core(small_config(segment_min_tokens=1000)))
+    tokens = sequence(60)
+    client.store(tokens[:30], "hybrid/a", state=True)
+    client.store(tokens, "hybrid/a", state=True)
+    assert client.reuse((*tokens[:30], 7), "hybrid/a") == 30
+
+
+def test_absorbed_segments_do_not_pile_up_without_a_disk() -> None:
+    """Only what has a file, or is being written, is remembered of what was absorbed."""
+    core = Core(small_config(segment_min_tokens=512))
+    client = Client(core)
+    for length in range(2, 100, 2):
+        client.store(sequence(length))
+    (entry,) = core.index.entries.values()
+    assert entry.superseded == []
