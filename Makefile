@@ -7,12 +7,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CANDIDATES := $(PYTHON) python3.13 python3.12 python3.11 python3
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint clean
+.PHONY: help demo test lint bench bench-quick clean
 
 help:
 	@echo 'make demo    start a daemon and several processes that share one real small model cache'
 	@echo 'make test    run all tests'
 	@echo 'make lint    check style and types, for Linux and for macOS'
+	@echo 'make bench   measure every figure of benchmarks/README.md (bench-quick: small sizes)'
 	@echo 'make clean   remove .venv and everything that these targets made'
 
 demo: $(VENV)/.runtime
@@ -33,6 +34,16 @@ lint: $(VENV)/.lint
 	@echo '==> Checking types: mypy, pyright, for macOS'
 	@$(BIN)/mypy --platform darwin
 	@$(BIN)/pyright --pythonpath $(BIN)/python --pythonplatform Darwin
+
+# Without the model, Redis or its client the rows that need them are left out and say so.
+bench: $(VENV)/.bench
+	@echo '==> Measuring everything (under 30 minutes on a quiet machine)'
+	@$(BIN)/python -m benchmarks.run
+	@$(BIN)/python -m benchmarks.plots
+
+bench-quick: $(VENV)/.runtime
+	@echo '==> Measuring small sizes (under 90 seconds)'
+	@$(BIN)/python -m benchmarks.run --quick
 
 clean:
 	rm -rf $(VENV) dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
@@ -69,6 +80,11 @@ $(VENV)/.runtime: pyproject.toml | $(BIN)/python
 $(VENV)/.test: $(VENV)/.runtime
 	@echo '==> Installing what the tests need'
 	@$(PIP) install --group test
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.runtime
+	@echo '==> Installing what the benchmarks need'
+	@$(PIP) install --group bench
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.test

@@ -86,7 +86,7 @@ class CgroupTwo:
 
     def _news(self, groups: list[Path]) -> dict[str, int]:
         """Return how often each event happened since the last reading."""
-        news = dict.fromkeys(("high", "max", "oom", "oom_kill"), 0)
+        news: dict[str, int] = dict.fromkeys(("high", "max", "oom", "oom_kill"), 0)
         for group in groups:
             counts = _table(group / "memory.events")
             # A group that is seen for the first time has a past that says nothing of now.

@@ -45,11 +45,17 @@ def walk(root: Segment, tokens: TokenArray) -> Path:
     """Return the longest path whose tokens are a prefix of ``tokens``."""
     steps: list[Step] = []
     node, position, size = root, 0, int(tokens.size)
+    # A conversation is a chain of many segments that match whole: one comparison of bytes each.
+    packed = tokens.tobytes()
+    ids = memoryview(packed).cast("I")
     while position < size:
-        child = node.children.get((position, int(tokens[position])))
+        child = node.children.get((position, ids[position]))
         if child is None:
             break
-        position += common_prefix_length(child.tokens, tokens[position:])
+        if packed[4 * position : 4 * child.end] == child.tokens.tobytes():
+            position = child.end
+        else:
+            position += common_prefix_length(child.tokens, tokens[position:])
         steps.append(Step(child, position))
         node = child
     return Path(tuple(steps), position)

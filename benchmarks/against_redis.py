@@ -27,8 +27,9 @@ def run(quick: bool) -> list[Row]:
     """Measure."""
     tokens, rounds = (600, 5) if quick else (2_000, 11)
     shape = kv.LLAMA_3B
-    about = {"bytes": kv.kv_bytes(shape, tokens), "tokens": tokens, "shape": shape.name}
-    label = size(about["bytes"])
+    nbytes = kv.kv_bytes(shape, tokens)
+    about = {"bytes": nbytes, "tokens": tokens, "shape": shape.name}
+    label = size(nbytes)
     with scratch() as place:
         try:
             server = redis_server(place)
@@ -64,7 +65,7 @@ def cases(role: str, options: Mapping[str, Any]) -> Iterator[Case]:
         kv.require_equal(caches, original, tokens)
 
     if role in (SET, GET):
-        import redis
+        import redis  # type: ignore[import-not-found, unused-ignore]
 
         client = redis.Redis(unix_socket_path=options["redis"])
         if role == SET:
@@ -93,7 +94,7 @@ def cases(role: str, options: Mapping[str, Any]) -> Iterator[Case]:
             namespace = f"redis {next(numbers)}"
 
         def take() -> Any:
-            return cache.take([*prompt, 7], namespace=namespace).kv
+            return kv.taken(cache.take([*prompt, 7], namespace=namespace)).kv
 
         if role == PUT:
             yield Case(

@@ -41,14 +41,14 @@ class Daemon:
         """Start it and wait for READY. ``prefix`` goes before the command (a profiler)."""
         log = (self.directory / "daemon.log").open("a")
         with log:
+            command = [
+                *prefix, sys.executable, "-m", "prefixcached.daemon.cli", "serve",
+                "--socket", str(self.socket), "--state-dir", str(self.state),
+                "--ram-bytes", self.ram, "--ssd-bytes", self.ssd,
+            ]  # fmt: skip
             self._process = subprocess.Popen(
-                [
-                    *prefix, sys.executable, "-m", "prefixcached.daemon.cli", "serve",
-                    "--socket", str(self.socket), "--state-dir", str(self.state),
-                    "--ram-bytes", self.ram, "--ssd-bytes", self.ssd,
-                ],  # fmt: skip
-                stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT,
-            )  # fmt: skip
+                command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT
+            )
         assert self._process.stdout is not None
         first = self._process.stdout.readline()
         if not first.startswith("READY"):
@@ -127,7 +127,7 @@ def allow_descriptors(count: int) -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-# -- the echo: what any daemon on Trio and a Unix socket must cost -----------------------------------
+# -- the echo: what any daemon on Trio and a Unix socket must cost ---------------------------------
 
 ECHO_SERVER: Final = """
 import sys, trio
@@ -204,7 +204,7 @@ class EchoClient:
         self._socket.close()
 
 
-# -- Redis ------------------------------------------------------------------------------------------
+# -- Redis ----------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -218,15 +218,16 @@ def redis_server(directory: Path) -> Iterator[tuple[Path, Any]]:
     if program is None:
         raise FileNotFoundError("redis-server is not installed (Debian: apt-get install it)")
     try:
-        import redis
+        import redis  # type: ignore[import-not-found, unused-ignore]
     except ImportError as error:
         raise FileNotFoundError("the redis client is not installed (group bench)") from error
     path = directory / "redis.sock"
+    command = [
+        program, "--port", "0", "--unixsocket", str(path), "--save", "", "--appendonly", "no",
+        "--dir", str(directory), "--proto-max-bulk-len", "2gb", "--daemonize", "no",
+    ]  # fmt: skip
     process = subprocess.Popen(
-        [
-            program, "--port", "0", "--unixsocket", str(path), "--save", "", "--appendonly", "no",
-            "--dir", str(directory), "--proto-max-bulk-len", "2gb", "--daemonize", "no",
-        ],  # fmt: skip
+        command,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env={**os.environ, "LD_PRELOAD": ""},

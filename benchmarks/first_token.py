@@ -55,13 +55,13 @@ def _count(place: Path, model: Path, count: int, rounds: int) -> list[Row]:
             _together(running)  # the first time loads and compiles
             expected: list[int] = []
             for _ in range(rounds):
-                for phase in seconds:
+                for phase, means in seconds.items():
                     _prepare(served, phase)
                     told = _together(running, phase)
                     expected = expected or told[0]["tokens"]
                     for one in told:
                         require(one["tokens"] == expected, f"{phase} generates other tokens")
-                    seconds[phase].append(statistics.mean(one["first"] for one in told))
+                    means.append(statistics.mean(one["first"] for one in told))
                     prefilled[phase].append(sum(one["prefilled"] for one in told))
     finally:
         served.stop()

@@ -30,9 +30,7 @@ def run(quick: bool) -> list[Row]:
     return [*rows, *_agents(quick)]
 
 
-def series(
-    name: str, points: Mapping[int, float], unit: str, goal: Goal | None = None
-) -> Row:
+def series(name: str, points: Mapping[int, float], unit: str, goal: Goal | None = None) -> Row:
     """Return the row of one series: its slope, with all points in the details."""
     figure = slope(list(points), list(points.values()))
     show = duration if unit == "s" else size
@@ -69,9 +67,9 @@ def _length(quick: bool) -> list[Row]:
             started = time.perf_counter()
             stored = cache.put(tokens, caches, namespace="g")
             puts[length].append(time.perf_counter() - started)
-            require(stored.new_bytes == kv.kv_bytes(SHAPE, NEW_TOKENS), f"{stored}")
+            kv.stored(stored, kv.kv_bytes(SHAPE, NEW_TOKENS))
             started = time.perf_counter()
-            hit = cache.take([*tokens, 7], namespace="g")
+            hit = kv.taken(cache.take([*tokens, 7], namespace="g"))
             takes[length].append(time.perf_counter() - started)
             kv.require_equal(hit.kv, caches, length + NEW_TOKENS)
     return [
@@ -99,7 +97,7 @@ def _new_tokens(quick: bool) -> list[Row]:
                 kv.random_tokens(length, next(numbers)), caches, namespace=f"g{number}"
             )
             puts[length].append(time.perf_counter() - started)
-            require(stored.new_bytes == kv.kv_bytes(SHAPE, length), f"{stored}")
+            kv.stored(stored, kv.kv_bytes(SHAPE, length))
             if number == 0:
                 require(bool(cache.flush()), "flush")
                 ram[length] = cache.stats()["ram_tier"]["ram_bytes_by_state"]["resident"]

@@ -8,8 +8,7 @@ clock has stopped.
 
 import contextlib
 import ctypes
-import ctypes.util
-import datetime
+import datetime as dt
 import gc
 import json
 import os
@@ -22,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 RESULTS: Final = ROOT / "benchmarks" / "results"
@@ -62,6 +61,17 @@ class Case:
         seconds = time.perf_counter() - started
         self.check(result)
         return seconds
+
+
+class Measured(Protocol):
+    """Whatever can be timed in turn with others."""
+
+    @property
+    def name(self) -> str:
+        """Names its times."""
+
+    def measure(self) -> float:
+        """Run it once; return its seconds."""
 
 
 class Worker:
@@ -175,7 +185,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """"met", "missed", or "" where there is no goal."""
+        """Whether the goal is met or missed; empty where there is none."""
         if self.goal is None:
             return ""
         return "met" if self.goal.met(self.figure) else "missed"
@@ -184,9 +194,7 @@ class Row:
 # -- timing ---------------------------------------------------------------------------------------
 
 
-def interleave(
-    cases: Sequence[Case | Worker], rounds: int, warm_up: int = 1
-) -> dict[str, list[float]]:
+def interleave(cases: Sequence[Measured], rounds: int, warm_up: int = 1) -> dict[str, list[float]]:
     """Run every case once a round, in rotating order; return seconds by name, round by round."""
     seconds: dict[str, list[float]] = {case.name: [] for case in cases}
     for number in range(-warm_up, rounds):
@@ -301,7 +309,7 @@ def environment() -> dict[str, Any]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     return {
-        "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "when": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         "commit": _command("git", "rev-parse", "--short", "HEAD"),
         "changed": bool(_command("git", "status", "--porcelain", "--untracked-files=no")),
         "system": f"{platform.system()} {platform.release()}",

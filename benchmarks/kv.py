@@ -9,6 +9,7 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 from benchmarks.harness import require
+from prefixcached.client import Declined, Hit, Miss, Stored
 
 
 @dataclass(frozen=True)
@@ -97,3 +98,15 @@ def require_equal(left: Sequence[Any], right: Sequence[Any], tokens: int) -> Non
 def kv_bytes(shape: Shape, tokens: int) -> int:
     """Bytes of KV of ``tokens`` tokens."""
     return shape.token_bytes * tokens
+
+
+def taken(result: Hit | Miss) -> Hit:
+    """Return ``result``; raise `WrongBytes` where it is a miss: no benchmark measures those."""
+    require(isinstance(result, Hit), f"{result}")
+    assert isinstance(result, Hit)
+    return result
+
+
+def stored(result: Stored | Declined, new_bytes: int) -> None:
+    """Raise `WrongBytes` unless exactly ``new_bytes`` were stored."""
+    require(isinstance(result, Stored) and result.new_bytes == new_bytes, f"{result}")

@@ -28,29 +28,33 @@ def run(quick: bool) -> list[Row]:
     """Measure."""
     segments, rounds, calls = (1_000, 21, 10) if quick else (10_000, 61, 15)
     allow_descriptors(3 * segments + 2_000)
-    with scratch() as place, daemon(place) as served, echo_server(place) as echo_path:
-        with served.connect() as cache:
-            prompt = fill(cache, segments, LENGTH)
-            held = cache.stats()["ram_tier"]["images"]
-            asked = [*prompt, 1]
-            array, packed = np.array(asked, "<u4"), np.array(asked, "<u4").tobytes()
-            other = kv.random_tokens(LENGTH + 1, 99)
-            other_array = np.array(other, "<u4")
-            echo = EchoClient(echo_path)
+    with (
+        scratch() as place,
+        daemon(place) as served,
+        echo_server(place) as echo_path,
+        served.connect() as cache,
+    ):
+        prompt = fill(cache, segments, LENGTH)
+        held = cache.stats()["ram_tier"]["images"]
+        asked = [*prompt, 1]
+        array, packed = np.array(asked, "<u4"), np.array(asked, "<u4").tobytes()
+        other = kv.random_tokens(LENGTH + 1, 99)
+        other_array = np.array(other, "<u4")
+        echo = EchoClient(echo_path)
 
-            def found(lengths: list[int]) -> None:
-                require(set(lengths) == {LENGTH}, f"found {lengths}")
+        def found(lengths: list[int]) -> None:
+            require(set(lengths) == {LENGTH}, f"found {lengths}")
 
-            def missed(misses: list[Any]) -> None:
-                require({miss.reason for miss in misses} == {"diverged"}, f"{misses}")
+        def missed(misses: list[Any]) -> None:
+            require({miss.reason for miss in misses} == {"diverged"}, f"{misses}")
 
-            def same(back: list[memoryview]) -> None:
-                require(bytes(back[-1]) == packed, "the echo differs")
+        def same(back: list[memoryview]) -> None:
+            require(bytes(back[-1]) == packed, "the echo differs")
 
-            def pack_and_echo() -> memoryview:
-                return echo.call(struct.pack(f"<{len(asked)}I", *asked))
+        def pack_and_echo() -> memoryview:
+            return echo.call(struct.pack(f"<{len(asked)}I", *asked))
 
-            cases = [
+        cases = [
                 Case("echo", _row(pack_and_echo, calls), check=same),
                 Case("finds", _row(lambda: cache.peek(asked, namespace="bench"), calls),
                      check=found),
@@ -63,8 +67,8 @@ def run(quick: bool) -> list[Row]:
                      _row(lambda: cache.take(other_array, namespace="bench"), calls),
                      check=missed),
             ]  # fmt: skip
-            seconds = interleave(cases, rounds, warm_up=2)
-            echo.close()
+        seconds = interleave(cases, rounds, warm_up=2)
+        echo.close()
     each = {name: [value / calls for value in values] for name, values in seconds.items()}
     about = {"segments": held, "tokens": LENGTH}
     label = f"{LENGTH // 1000}k tokens, {held:,} segments"

@@ -51,9 +51,7 @@ def _client(quick: bool) -> list[Row]:
     tokens, shape = (600, kv.LLAMA_3B) if quick else (2_000, kv.LLAMA_3B)
     with scratch() as place, daemon(place) as served:
         with served.connect() as cache:
-            cache.put(
-                kv.random_tokens(tokens, 1), kv.random_kv(shape, tokens), namespace="bench"
-            )
+            cache.put(kv.random_tokens(tokens, 1), kv.random_kv(shape, tokens), namespace="bench")
         options = {"socket": str(served.socket), "tokens": tokens}
         with workers(NAME, ["take"], options) as (worker,):
             told = worker.ask()
@@ -78,7 +76,7 @@ def cases(role: str, options: Mapping[str, Any]) -> Iterator[Any]:
             settle()
             Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
             before = _status("VmRSS")
-            hit = cache.take(prompt, namespace="bench")
+            hit = kv.taken(cache.take(prompt, namespace="bench"))
             peak = _status("VmHWM") - before
             held = sum(c.keys.nbytes + c.values.nbytes for c in hit.kv)
             return {"peak_bytes": peak, "kv_bytes": held}

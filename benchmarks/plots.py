@@ -16,11 +16,11 @@ PICTURES = RESULTS.parent / "pictures"
 def main() -> int:
     """Draw from results/runs.jsonl: the newest full record of each row."""
     try:
-        import matplotlib
+        import matplotlib as mpl  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
         print("matplotlib is not installed; run: pip install --group bench", file=sys.stderr)
         return 1
-    matplotlib.use("Agg")
+    mpl.use("Agg")
     PICTURES.mkdir(exist_ok=True)
     rows = newest()
     draw_goals([row for row in rows if row["goal"]])
@@ -42,7 +42,7 @@ def newest(*, quick: bool = False) -> list[dict[str, Any]]:
 
 def draw_goals(rows: list[dict[str, Any]]) -> None:
     """One bar a row: how many times its goal it reached; 1 is the goal."""
-    import matplotlib.pyplot as plt
+    import matplotlib.pyplot as plt  # type: ignore[import-not-found, unused-ignore]
 
     rows = [row for row in rows if row["benchmark"] != "growth"][::-1]
     reached = []
@@ -61,7 +61,7 @@ def draw_goals(rows: list[dict[str, Any]]) -> None:
 
 def draw_growth(rows: list[dict[str, Any]]) -> None:
     """One small log-log plot for each series, with its slope."""
-    import matplotlib.pyplot as plt
+    import matplotlib.pyplot as plt  # type: ignore[import-not-found, unused-ignore]
 
     if not rows:
         return

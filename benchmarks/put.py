@@ -89,13 +89,11 @@ def cases(role: str, options: Mapping[str, Any]) -> Iterator[Case]:
             prompt = prefix + kv.random_tokens(new, next(numbers))
 
         def check(stored: Any) -> None:
-            require(stored.new_bytes == kv.kv_bytes(shape, new), f"{stored}")
-            hit = cache.take([*prompt, 7], namespace="bench")
+            kv.stored(stored, kv.kv_bytes(shape, new))
+            hit = kv.taken(cache.take([*prompt, 7], namespace="bench"))
             kv.require_equal(hit.kv, original, held + new)
 
-        yield Case(
-            role, lambda: cache.put(prompt, original, namespace="bench"), before, check
-        )
+        yield Case(role, lambda: cache.put(prompt, original, namespace="bench"), before, check)
 
 
 def _shape(held: int) -> kv.Shape:

@@ -36,8 +36,9 @@ def run(quick: bool) -> list[Row]:
     """Measure."""
     tokens, rounds = (600, 7) if quick else (2_000, 15)
     shape = kv.LLAMA_3B
-    about = {"bytes": kv.kv_bytes(shape, tokens), "tokens": tokens, "shape": shape.name}
-    label = size(about["bytes"])
+    nbytes = kv.kv_bytes(shape, tokens)
+    about = {"bytes": nbytes, "tokens": tokens, "shape": shape.name}
+    label = size(nbytes)
     rows = []
     with scratch() as place, scratch(memory_directory()) as memory, daemon(place) as served:
         original = kv.random_kv(shape, tokens)
@@ -70,7 +71,7 @@ def cases(role: str, options: Mapping[str, Any]) -> Iterator[Case]:
 
         def restore() -> Any:
             if role == TAKE:
-                caches = cache.take(prompt, namespace="bench").kv
+                caches: Any = kv.taken(cache.take(prompt, namespace="bench")).kv
             else:
                 caches = load_prompt_cache(options["file"])
                 mx.eval([array for layer in caches for array in (layer.keys, layer.values)])
@@ -78,6 +79,4 @@ def cases(role: str, options: Mapping[str, Any]) -> Iterator[Case]:
                 kv.append_one(caches, shape)
             return caches
 
-        yield Case(
-            role, restore, check=lambda caches: kv.require_equal(caches, original, tokens)
-        )
+        yield Case(role, restore, check=lambda caches: kv.require_equal(caches, original, tokens))

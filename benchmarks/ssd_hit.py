@@ -58,8 +58,9 @@ def run(quick: bool) -> list[Row]:
     """Measure."""
     tokens, rounds, cold_rounds = (600, 7, 5) if quick else (2_000, 15, 11)
     shape = kv.LLAMA_3B
-    about = {"bytes": kv.kv_bytes(shape, tokens), "tokens": tokens, "shape": shape.name}
-    label = size(about["bytes"])
+    nbytes = kv.kv_bytes(shape, tokens)
+    about = {"bytes": nbytes, "tokens": tokens, "shape": shape.name}
+    label = size(nbytes)
     with scratch() as place:
         served = Daemon(place, ssd="8GiB")
         served.start()
@@ -127,8 +128,8 @@ def cases(role: str, options: Mapping[str, Any]) -> Iterator[Case]:
     def take() -> Any:
         # A connection of its own each time: the daemon may have been restarted.
         with connect(socket=Path(options["socket"]), timeout=120, fail_open=False) as cache:
-            hit = cache.take(prompt, namespace="bench")
-            require(bool(hit) and hit.tier == "ssd", f"{hit}")
+            hit = kv.taken(cache.take(prompt, namespace="bench"))
+            require(hit.tier == "ssd", f"{hit}")
             kv.append_one(hit.kv, shape)
             return hit.kv
 

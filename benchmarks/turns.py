@@ -52,8 +52,8 @@ def _converse(turns: int, new: int, prefix: int, *, is_hybrid: bool) -> list[Row
                 if path.name not in seen:
                     seen.add(path.name)
                     written[_kind(path)] += path.stat().st_size
-        hit = cache.take([*prompt, 7], namespace="turns")
-        require(bool(hit) and hit.length == total, f"{hit}")
+        hit = kv.taken(cache.take([*prompt, 7], namespace="turns"))
+        require(hit.length == total, f"{hit}")
         kv.require_equal([c for c in hit.kv if isinstance(c, KVCache)], whole, total)
         kept = sum(path.stat().st_size for path in served.files())
     distinct = kv.kv_bytes(SHAPE, total)

@@ -5,6 +5,7 @@ The daemon needs only kinds, windows and sizes; the description of the cache cla
 
 import math
 from enum import StrEnum
+from functools import cached_property
 from typing import Annotated, Final
 
 import msgpack
@@ -105,7 +106,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
         return self.runs * self.row_bytes
 
 
-class Schema(msgspec.Struct, frozen=True):
+class Schema(msgspec.Struct, frozen=True, dict=True):
     """All tensors of a namespace's caches, in image order.
 
     ``has_state`` says that some layer is resumable only at checkpoints. ``description`` is the
@@ -117,7 +118,7 @@ class Schema(msgspec.Struct, frozen=True):
     has_state: bool = False
     description: bytes = b""
 
-    @property
+    @cached_property
     def append_token_bytes(self) -> int:
         """Bytes that one token adds over all append tensors."""
         return sum(t.token_bytes for t in self.tensors if t.kind is Kind.APPEND)

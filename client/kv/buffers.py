@@ -40,6 +40,13 @@ def integers(array: mx.array) -> NDArray[Any]:
     return np.array(array.view(_UNSIGNED[array.itemsize]), copy=False)
 
 
+def all_integers(arrays: Sequence[mx.array]) -> list[NDArray[Any]]:
+    """Return `integers` of each array. MLX's worker is waited for once, not for every array."""
+    views = [array.view(_UNSIGNED[array.itemsize]) for array in arrays]
+    mx.eval(views)
+    return [np.array(view, copy=False) for view in views]
+
+
 def flat_bytes(view: NDArray[Any]) -> memoryview:
     """Return a C-contiguous view's memory as bytes; of anything else, a copy's."""
     if view.size == 0:

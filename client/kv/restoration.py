@@ -14,7 +14,12 @@ from prefixcached.client.kv import attachments as attachments_module
 from prefixcached.client.kv import description
 from prefixcached.client.kv.adapter import Target
 from prefixcached.client.kv.attachments import Attachment
-from prefixcached.client.kv.buffers import flat_bytes, integers, prefer_huge_pages, unfilled
+from prefixcached.client.kv.buffers import (
+    all_integers,
+    flat_bytes,
+    prefer_huge_pages,
+    unfilled,
+)
 from prefixcached.client.kv.errors import UnusableImageError
 from prefixcached.client.kv.placement import Placement, packed, positions, transfers
 from prefixcached.protocol.image import Extent, ImageKind, ImageSpec, StateTensor, layout
@@ -175,7 +180,7 @@ class Restoration:
         arrays = unfilled(wanted)
         self._owners = owners
         self._arrays = {tensor.name: array for tensor, array in zip(wanted, arrays, strict=True)}
-        views = {name: integers(array) for name, array in self._arrays.items()}
+        views = dict(zip(self._arrays, all_integers(arrays), strict=True))
         for view in views.values():
             prefer_huge_pages(view)
         self._memory = {name: flat_bytes(view) for name, view in views.items()}

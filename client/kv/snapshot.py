@@ -15,7 +15,7 @@ from prefixcached.client.kv import attachments as attachments_module
 from prefixcached.client.kv import description
 from prefixcached.client.kv.adapter import Leaf
 from prefixcached.client.kv.attachments import Attachments
-from prefixcached.client.kv.buffers import DTYPE_NAMES, flat_bytes, integers
+from prefixcached.client.kv.buffers import DTYPE_NAMES, all_integers, flat_bytes, integers
 from prefixcached.client.kv.description import ReadLeaf
 from prefixcached.client.kv.errors import (
     IncomparableKvError,
@@ -132,8 +132,9 @@ class Snapshot:
 
     def _runs(self, name: str, spec: TensorSpec, ranges: Sequence[Range]) -> Iterator[memoryview]:
         leaf, array = self._leaves[name]
-        if name not in self._views:
-            self._views[name] = integers(array)
+        if not self._views:
+            views = all_integers([array for _, array in self._leaves.values()])
+            self._views = dict(zip(self._leaves, views, strict=True))
         view = self._views[name]
         capacity, row_bytes = array.shape[-2], spec.row_bytes
         moves = transfers(leaf.spans, packed(ranges), ranges)

@@ -256,3 +256,16 @@ def test_caps_hold_over_many_random_operations(seed: int) -> None:
         assert disk.bytes <= core.index.ssd.bytes <= core.index.ssd.bytes_cap
     assert core.index.ram.peak_bytes <= core.index.ram.bytes_cap
     assert core.index.counters["evictions"] > 5
+
+
+def test_images_of_no_bytes_come_and_go() -> None:
+    """E1: a pure state model's segments have no bytes; they count as images all the same."""
+    core = Core(small_config(namespace_quota=0.5))
+    client = Client(core)
+    for length in (10, 20):
+        client.store(sequence(length), "state/a", state=True)
+    client.store(sequence(30), "state/a")
+    assert core.index.ram.images == 5
+    check_core(core)
+    client.clear()
+    assert (core.index.ram.bytes, core.index.ram.images) == (0, 0)

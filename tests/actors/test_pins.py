@@ -14,7 +14,7 @@ def two_tiers(*lengths: int, ram_pages: int = 100) -> tuple[Core, FakeDisk, Clie
     core = Core(
         small_config(
             ram_bytes=ram_pages * PAGE, ssd_bytes=1 << 30, write_delay_seconds=0.0,
-            idle_seconds=5.0, promote="never",
+            idle_seconds=5.0, promote="never", put_wait_seconds=0.0,
         )
     )  # fmt: skip
     disk, client = FakeDisk(core), Client(core)
@@ -108,6 +108,22 @@ def test_what_ram_has_is_only_pinned() -> None:
     disk.accept()
     assert pinned(slot)
     assert not disk.reads
+
+
+def test_rows_that_ram_has_are_not_read() -> None:
+    """F3: where an image on SSD has the same window rows RAM's are taken."""
+    core, disk, _ = two_tiers()
+    first, second = Client(core, 1), Client(core, 2)
+    late = first.grant(sequence(60), "ring/a", extra=40)
+    second.store(sequence(30), "ring/a")
+    first.commit(late)
+    disk.settle()
+    (behind,) = (e for e in core.index.entries.values() if e.spec.end == 60)
+    core.index.drop_memory(behind)
+    slot = first.prefetch(sequence(31), "ring/a")
+    disk.accept()
+    assert not disk.reads
+    assert pinned(slot)
 
 
 def test_nothing_found_is_an_empty_pin() -> None:

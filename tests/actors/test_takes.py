@@ -378,3 +378,19 @@ def test_memory_is_freed_exactly_once() -> None:
     memories: list[FakeMemory] = list(core.memories)
     client.clear()
     assert all(memory.is_freed for memory in memories)
+
+
+def test_waiting_takes_hear_of_a_put_that_is_declined_after_waiting() -> None:
+    """Q2: also where the claimant's offer waited for room first, they are answered at once."""
+    core = Core(small_config(max_images=1, claim_min_tokens=16), auto_free=False)
+    first, second = Client(core, 1), Client(core, 2)
+    first.store(sequence(10, 1))
+    assert first.miss(sequence(40)).claim is not None
+    waiting = second.ask(sequence(40), wait=100.0)
+    offer = first.offer(sequence(40))  # the old image is being freed, and that takes long
+    core.advance(0.9)
+    assert offer.reply is None
+    assert waiting.reply is None
+    core.advance(0.2)
+    assert isinstance(offer.reply, wire.Declined)
+    assert isinstance(waiting.reply, wire.Miss)

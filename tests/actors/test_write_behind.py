@@ -331,6 +331,7 @@ def test_foreign_bytes_that_fill_the_cap_evict_nothing_in_vain() -> None:
     disk.set_healthy(True)
     client.store(sequence(10, 1))
     assert client.flush().reply == wire.Flushed(written=0, skipped=1, failed=0)
+    disk.settle()
     assert len(disk.files) == 1
 
 

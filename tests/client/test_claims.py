@@ -1,11 +1,14 @@
 """Claims as a client of the real daemon has them: connections, threads, forks, collections."""
 
+import contextlib
 import gc
 import itertools
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from random import Random
 from typing import Any
 
 import pytest
@@ -314,6 +317,49 @@ def test_a_thread_that_ended_leaves_its_claim_to_its_result(
     assert cache.statistics().lent == 0
     assert results[0].claim is not None
     assert not results[0].claim.is_alive
+
+
+def test_threads_that_claim_and_let_go_in_every_way_leave_nothing(cache: Cache) -> None:
+    """Q1, L1: taking, storing, dropping, forgetting and handing results over, all at once."""
+    prompts = [new_prompt() for _ in range(6)]
+    handed: deque[Hit | Miss] = deque(maxlen=10)
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        random = Random(seed)
+        try:
+            for _ in range(60):
+                result = cache.take(random.choice(prompts), namespace="n", wait=0.01)
+                match random.randrange(6):
+                    case 0:
+                        result.drop_claim()
+                    case 1:
+                        handed.append(result)
+                    case 2:
+                        with contextlib.suppress(IndexError):
+                            handed.pop().drop_claim()
+                    case 3:
+                        tokens = random.choice(prompts)[: random.randrange(100, 400)]
+                        # A clear of another thread may cost this put its namespace.
+                        cache.put(tokens, make_caches(tokens), namespace="n")
+                    case 4:
+                        cache.clear("n")
+                    case _:
+                        result = cache.take(new_prompt(), namespace="n")
+        except BaseException as error:  # noqa: BLE001, the main thread reports it
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    handed.clear()
+    gc.collect()
+    assert (cache.statistics().claims, cache.statistics().lent) == (0, 0)
+    assert cache.statistics().failures == {}
+    until(lambda: ram_tier(cache)["claims"] == 0)
 
 
 # Python 3.12 and later warn of any fork beside threads; that is what this is about.

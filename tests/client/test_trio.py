@@ -22,8 +22,8 @@ from prefixcached.client import (
     RestoreFailed,
     Stored,
     UseAfterClose,
+    programs,
 )
-from prefixcached.client import programs
 from prefixcached.client.trio import INLINE_BYTES, Cache
 from prefixcached.client.trio_wire import TrioWire
 from prefixcached.protocol import messages
