@@ -7,11 +7,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CANDIDATES := $(PYTHON) python3.13 python3.12 python3.11 python3
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench bench-quick clean
+.PHONY: help demo test test-slow lint bench bench-quick clean
 
 help:
 	@echo 'make demo    start a daemon and several processes that share one real small model cache'
-	@echo 'make test    run all tests'
+	@echo 'make test    run the tests (make test-slow: those that take more than a few seconds)'
 	@echo 'make lint    check style and types, for Linux and for macOS'
 	@echo 'make bench   measure every figure of benchmarks/README.md (bench-quick: small sizes)'
 	@echo 'make clean   remove .venv and everything that these targets made'
@@ -21,8 +21,12 @@ demo: $(VENV)/.runtime
 	@$(BIN)/prefixcached demo
 
 test: $(VENV)/.test
-	@echo '==> Running: pytest'
-	@$(BIN)/pytest
+	@echo '==> Running: pytest, without the slow tests (make test-slow)'
+	@$(BIN)/pytest -m 'not slow'
+
+test-slow: $(VENV)/.test
+	@echo '==> Running: pytest, the slow tests'
+	@$(BIN)/pytest -m slow
 
 lint: $(VENV)/.lint
 	@echo '==> Checking style: ruff check, ruff format'

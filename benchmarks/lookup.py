@@ -26,7 +26,7 @@ BRANCH_TOKENS = 320
 
 def run(quick: bool) -> list[Row]:
     """Measure."""
-    segments, rounds, calls = (1_000, 21, 10) if quick else (10_000, 61, 15)
+    segments, rounds, calls = (1_000, 15, 25) if quick else (10_000, 41, 40)
     allow_descriptors(3 * segments + 2_000)
     with (
         scratch() as place,

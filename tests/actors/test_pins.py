@@ -101,7 +101,7 @@ def test_the_last_asker_gone_cancels_the_read() -> None:
 
 def test_what_ram_has_is_only_pinned() -> None:
     """F3: no read where RAM holds as much, and the answer comes at once."""
-    core, disk, client = two_tiers()
+    _core, disk, client = two_tiers()
     client.store(sequence(20))
     disk.settle()
     slot = client.prefetch(sequence(21))

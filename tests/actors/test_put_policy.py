@@ -1,5 +1,7 @@
 """What a put has to transfer (rules P2, P3, P11, T6), through the grants that clients get."""
 
+from typing import Any
+
 from prefixcached.protocol import messages as wire
 from tests.support.core import Core, small_config
 from tests.support.core_client import Client, sequence
@@ -115,7 +117,7 @@ def test_a_small_tail_is_absorbed() -> None:
 def test_what_must_not_be_absorbed_is_not() -> None:
     """P11, T6: no leaf of enough tokens, with children, checkpoints or a minimum; no hybrid."""
     tokens = sequence(60)
-    cases = {
+    cases: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
         "long": ("plain/a", 4, {}, {}),
         "checkpoint": ("plain/a", 16, {"attachments": b"1"}, {}),
         "hybrid": ("hybrid/a", 16, {"state": True}, {"state": True}),

@@ -89,7 +89,7 @@ def test_a_window_branch_is_resumable_at_its_own_end() -> None:
     client.commit(grant)
     assert client.contains(branch, "ring/a")
     assert client.reuse((*branch, 9), "ring/a") == 35
-    assert client.miss(held[:30] + (9,), "ring/a").reason == "window-gap"
+    assert client.miss((*held[:30], 9), "ring/a").reason == "window-gap"
 
 
 def test_a_chunk_needs_nothing_at_its_boundary() -> None:

@@ -8,16 +8,6 @@ from tests.support.core import PAGE, Core, small_config
 from tests.support.core_prompts import length_of, offer, put, take, tokens
 
 
-def test_the_longest_prefix_is_found() -> None:
-    """T1: of several entries the longest that the prompt begins with is lent."""
-    core = Core()
-    put(core, tokens(40))
-    put(core, tokens(80))
-    put(core, tokens(40) + tokens(30, start=700))
-    hit = take(core, [*tokens(60), 9])
-    assert (hit.length, hit.tier) == (60, "ram")
-
-
 def test_the_last_token_is_never_covered() -> None:
     """T3: a hit never covers the last token, also where all of them are held."""
     core = Core()
@@ -25,14 +15,6 @@ def test_the_last_token_is_never_covered() -> None:
     assert take(core, tokens(40)).length == 39
     assert take(core, tokens(1)).reason == "diverged"
     assert isinstance(take(core, []), wire.Miss)
-
-
-def test_taking_consumes_nothing() -> None:
-    """T2: any number of sessions hold the same bytes at once."""
-    core = Core()
-    put(core, tokens(40))
-    assert {take(core, tokens(41), session=n).length for n in range(2, 8)} == {40}
-    assert len(core.takes.leases) == 6
 
 
 def test_a_prefix_of_a_window_model_needs_its_rows() -> None:
@@ -84,27 +66,6 @@ def test_a_miss_says_that_nothing_is_there() -> None:
     assert take(Core(), tokens(40)).reason == "empty"
 
 
-def test_a_miss_says_that_it_was_evicted() -> None:
-    """T9: what was evicted is remembered for a while."""
-    core = Core(small_config(ram_bytes=2 * PAGE))
-    put(core, tokens(20))
-    put(core, tokens(20, start=100))
-    put(core, tokens(20, start=200))
-    assert take(core, tokens(21)).reason == "evicted"
-
-
-def test_peek_changes_nothing() -> None:
-    """T11: peek answers as take would, and leaves recency and counters alone."""
-    core = Core(small_config(ram_bytes=2 * PAGE))
-    put(core, tokens(20))
-    put(core, tokens(20, start=100))
-    before = core.takes.counters.takes
-    assert length_of(core, tokens(21)) == 20  # were it a use, the other would be evicted next
-    put(core, tokens(20, start=200))
-    assert length_of(core, tokens(21)) == 0
-    assert core.takes.counters.takes == before
-
-
 def test_contains_is_exact() -> None:
     """T11: contains answers for exactly these tokens."""
     core = Core()
@@ -116,14 +77,6 @@ def test_contains_is_exact() -> None:
         return reply.length
 
     assert [contains(60), contains(59), contains(61)] == [60, 0, 0]
-
-
-def test_two_namespaces_share_nothing() -> None:
-    """N1: the same tokens in another namespace are a miss."""
-    core = Core()
-    put(core, tokens(40), namespace="a")
-    assert length_of(core, tokens(41), namespace="b") == 0
-    assert length_of(core, tokens(41), namespace="a") == 40
 
 
 def test_a_lease_holds_its_images_until_it_is_released() -> None:
@@ -139,41 +92,6 @@ def test_a_lease_holds_its_images_until_it_is_released() -> None:
     for n in range(6, 9):
         put(core, tokens(20, start=100 * n))
     assert length_of(core, tokens(21)) == 0
-
-
-def test_a_lease_belongs_to_its_session_and_boot() -> None:
-    """L1, L3: another session, or an id of an earlier boot, releases nothing."""
-    core = Core()
-    put(core, tokens(40))
-    hit = take(core, tokens(41), session=1)
-    core.send_one_way(2, wire.Release(hit.lease))
-    core.send_one_way(1, wire.Release(hit.lease, boot="an earlier one"))
-    assert len(core.takes.leases) == 1
-    core.send_one_way(1, wire.Release(hit.lease, boot=core.boot))
-    assert len(core.takes.leases) == 0
-
-
-def test_the_end_of_a_connection_ends_its_leases() -> None:
-    """L1: a client that is gone holds nothing."""
-    core = Core()
-    put(core, tokens(40))
-    for _ in range(3):
-        take(core, tokens(41), session=5)
-    core.gone(5)
-    assert core.takes.leases == {}
-    assert core.index.held_bytes == 0
-
-
-def test_cleared_images_linger_for_their_lease() -> None:
-    """L2, D11: what is cleared is unfindable at once; lent bytes stay until the lease ends."""
-    core = Core()
-    put(core, tokens(40))
-    hit = take(core, tokens(41))
-    core.reply(2, wire.Clear())
-    assert length_of(core, tokens(41)) == 0
-    assert core.index.ram.bytes_by_state["lingering"] > 0
-    core.send_one_way(1, wire.Release(hit.lease))
-    assert core.index.ram.bytes == 0
 
 
 def test_leaves_go_before_their_ancestors() -> None:

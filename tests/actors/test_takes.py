@@ -55,7 +55,7 @@ def test_a_hit_is_the_longest_over_both_tiers() -> None:
 
 def test_parts_come_from_ram_where_it_has_them() -> None:
     """DESIGN 5: only what RAM lacks is read from the disk."""
-    core, disk, client = on_disk_only(20, 40, promote="always")
+    _core, disk, client = on_disk_only(20, 40, promote="always")
     slot = client.ask(sequence(21))
     disk.settle()
     client.release(client.verify(slot, sequence(21)))

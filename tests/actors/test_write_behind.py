@@ -1,4 +1,4 @@
-"""Write-behind and flush, deletions and what supersedes what (rules P8, E4, E5, D5, D6, D8, D11)."""
+"""Write-behind, flush, deletions, what supersedes what (rules P8, E4, E5, D5, D6, D8, D11)."""
 
 from typing import Any
 
@@ -102,7 +102,7 @@ def test_a_flush_that_runs_out_of_time_is_incomplete() -> None:
 
 def test_a_flush_waits_for_what_absorbed_its_images() -> None:
     """P8: tokens visible at the flush are durable at its answer, whatever image has them."""
-    core, disk, client = two_tiers(segment_min_tokens=64, write_delay_seconds=0.0)
+    _core, disk, client = two_tiers(segment_min_tokens=64, write_delay_seconds=0.0)
     client.store(sequence(20, 5))
     assert orders(disk) == ["WriteImage"]
     client.store(sequence(10))
@@ -323,7 +323,7 @@ def test_waiting_for_deletions_does_not_spin() -> None:
 
 def test_foreign_bytes_that_fill_the_cap_evict_nothing_in_vain() -> None:
     """D5: what cannot help is not thrown away."""
-    core, disk, client = two_tiers(ssd_bytes=20 * PAGE)
+    _core, disk, client = two_tiers(ssd_bytes=20 * PAGE)
     client.store(sequence(10, 0))
     client.flush()
     disk.settle()
@@ -383,9 +383,7 @@ def test_fifty_turns_write_at_most_twice_their_bytes(namespace: str, gap_seconds
                 pass
     client.flush()
     disk.settle()
-    final = sum(
-        f.entry.data_bytes for f in disk.files.values() if f.entry.header.kind == "segment"
-    )
+    final = sum(f.entry.data_bytes for f in disk.files.values() if f.entry.header.kind == "segment")
     assert client.contains(tokens, namespace)
     assert final == len(tokens) * 712
     new_bytes = 50 * 200 * 712

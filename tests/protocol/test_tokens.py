@@ -69,7 +69,8 @@ def test_what_is_no_token_is_a_type_error(tokens: Sequence[int]) -> None:
 
 def test_no_tokens_are_no_mistake() -> None:
     """An empty prompt is an empty array, in whatever form."""
-    for nothing in ([], (), b"", np.array([])):
+    values: tuple[Any, ...] = ([], (), b"", np.array([]))
+    for nothing in values:
         assert token_array(nothing).shape == (0,)
 
 

@@ -33,7 +33,7 @@ class Descriptors:
     """Gives out numbers that stand for descriptors, and knows what each one reads."""
 
     def __init__(self) -> None:
-        self.open: dict[int, "FakeMemory | FakeFile"] = {}
+        self.open: dict[int, FakeMemory | FakeFile] = {}
         self._next = 1000
 
     def add(self, target: "FakeMemory | FakeFile") -> int:
@@ -117,7 +117,7 @@ class Slot:
         self.descriptors = list(descriptors)
 
 
-class Livelock(AssertionError):
+class LivelockError(AssertionError):
     """The actor would spin: a deadline in the past that handling it does not move."""
 
 
@@ -221,7 +221,7 @@ class Core(RamTier):
             self.clock = max(self.clock, deadline)
             self._after(self.clock)
             if self._next_deadline() <= deadline:
-                raise Livelock(f"the deadline {deadline} is not met by waking up")
+                raise LivelockError(f"the deadline {deadline} is not met by waking up")
         self.clock = end
 
     def check_no_livelock(self) -> None:
@@ -229,7 +229,7 @@ class Core(RamTier):
         if self._next_deadline() <= self.clock:
             self._after(self.clock)
             if self._next_deadline() <= self.clock:
-                raise Livelock("a deadline in the past stays")
+                raise LivelockError("a deadline in the past stays")
 
 
 def small_config(**changes: Any) -> RamConfig:

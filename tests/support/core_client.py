@@ -40,7 +40,7 @@ class Client:
         label: str | None = None,
     ) -> Slot:  # fmt: skip
         """Offer tokens; a grant's images are filled. ``state`` adds a checkpoint."""
-        name = namespace.split("/")[0]
+        name = namespace.split("/", maxsplit=1)[0]
         schema, length = SCHEMAS[name], len(tokens)
         checkpoint = None
         if state or attachments:
@@ -61,7 +61,7 @@ class Client:
     def fill(self, slot: Slot, tokens: Tokens, namespace: str = "plain/a") -> None:
         """Write a grant's images."""
         assert isinstance(slot.reply, wire.Grant)
-        schema = SCHEMAS[namespace.split("/")[0]]
+        schema = SCHEMAS[namespace.split("/", maxsplit=1)[0]]
         images = [image_bytes(schema, s, namespace, tokens) for s in slot.reply.images]
         fill(self.core, self.session, slot, images)
 
@@ -96,16 +96,14 @@ class Client:
 
     def ask(self, tokens: Tokens, namespace: str = "plain/a", **options: Any) -> Slot:
         """Take without looking at the reply."""
-        return self.core.call(
-            self.session, wire.Take(namespace, pack_tokens(tokens), **options)
-        )
+        return self.core.call(self.session, wire.Take(namespace, pack_tokens(tokens), **options))
 
     def verify(self, slot: Slot, tokens: Tokens, namespace: str = "plain/a") -> wire.Hit:
         """Check every byte of a hit."""
         hit = slot.reply
         assert isinstance(hit, wire.Hit), hit
         numbers = fetch_all(self.core, self.session, hit.lease, len(hit.parts), slot)
-        schema = SCHEMAS[namespace.split("/")[0]]
+        schema = SCHEMAS[namespace.split("/", maxsplit=1)[0]]
         verify_hit(schema, namespace, tokens, hit, numbers, self.core.descriptors.read)
         return hit
 

@@ -9,7 +9,7 @@ import os
 import random
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -46,13 +46,22 @@ from tests.support.core_payload import (
 
 SESSIONS = st.integers(1, 4)
 
-EXAMPLES = {"default": 40, "thorough": 2000}
+EXAMPLES = {"default": 60, "thorough": 2000}
 """Runs of each machine; PREFIXCACHED_HYPOTHESIS=thorough asks for more."""
+
+
+def walk_seeds() -> range:
+    """Seeds of random walks (tests/support/core_walk.py), as many as examples of a machine."""
+    return range(EXAMPLES[_profile()])
+
+
+def _profile() -> str:
+    return os.environ.get("PREFIXCACHED_HYPOTHESIS", "default")
 
 
 def machine_settings(steps: int = 40) -> settings:
     """Bounded: the whole suite of the core stays under a minute by default."""
-    profile = os.environ.get("PREFIXCACHED_HYPOTHESIS", "default")
+    profile = _profile()
     return settings(
         max_examples=EXAMPLES[profile], stateful_step_count=steps, deadline=None,
         suppress_health_check=list(HealthCheck), derandomize=profile == "default",
@@ -117,7 +126,8 @@ class ClientMachine(RuleBasedStateMachine):
         self.config = small_config(
             ram_bytes=ram_pages * PAGE, max_images=images,
             ssd_bytes=self.ssd_caps[ssd_cap % len(self.ssd_caps)], segment_max_bytes=segment_bytes,
-            segment_min_tokens=minimum_tokens, promote=promote, write_delay_seconds=delay, idle_seconds=30.0,
+            segment_min_tokens=minimum_tokens, promote=promote,
+            write_delay_seconds=delay, idle_seconds=30.0,
         )  # fmt: skip
         self.auto = auto
         self.core = Core(self.config, auto_seal=auto, auto_free=auto)
@@ -156,7 +166,7 @@ class ClientMachine(RuleBasedStateMachine):
             g.session == session and g.committing is not None for g in self.granted
         )
 
-    choices = {
+    choices: ClassVar[dict[str, Any]] = {
         "stem": st.one_of(st.integers(0, 3), st.integers(0, 50)),
         "cut": st.one_of(st.just(0), st.integers(0, 3), st.integers(0, 60)),
         "tail": st.lists(st.integers(1, 2), max_size=14),
@@ -252,9 +262,7 @@ class ClientMachine(RuleBasedStateMachine):
         if self.is_free(session):
             namespace, tokens = self.namespace_of(space), self.tokens_of(stem, cut, tail)
             request = wire.Prefetch(namespace, pack_tokens(tokens))
-            self.pending.append(
-                Pending(session, request, tokens, self.core.call(session, request))
-            )
+            self.pending.append(Pending(session, request, tokens, self.core.call(session, request)))
             self.collect()
 
     @precondition(lambda self: self.lent)
@@ -283,9 +291,7 @@ class ClientMachine(RuleBasedStateMachine):
         self.pins = [pin for pin in self.pins if pin[0] != session]
         self.pending = [p for p in self.pending if p.session != session]
         # What was committed is published all the same.
-        self.granted = [
-            g for g in self.granted if g.session != session or g.committing is not None
-        ]
+        self.granted = [g for g in self.granted if g.session != session or g.committing is not None]
         self.collect()
 
     @rule(space=st.integers(0, 4), really=st.integers(0, 3))
@@ -385,7 +391,7 @@ class ClientMachine(RuleBasedStateMachine):
         verify_hit(schema, namespace, lent.tokens, lent.hit, lent.descriptors, read)
 
     def schema_of(self, namespace: str) -> tuple[str, Any]:
-        return namespace, SCHEMAS[namespace.split("/")[0]]
+        return namespace, SCHEMAS[namespace.split("/", maxsplit=1)[0]]
 
     def check_definition(self, namespace: str, tokens: Tokens) -> None:
         """The walk finds what trying every position finds (T1), and nothing uncommitted (P4)."""
@@ -467,7 +473,9 @@ class DiskMachine(ClientMachine):
         self.collect()
 
     @precondition(lambda self: self.pending_reads())
-    @rule(which=st.integers(0, 20), outcome=st.sampled_from(["good"] * 4 + ["transient", "damaged"]))
+    @rule(
+        which=st.integers(0, 20), outcome=st.sampled_from(["good"] * 4 + ["transient", "damaged"])
+    )
     def read(self, which: int, outcome: str) -> None:
         names = sorted(self.disk.reads)
         if outcome == "damaged":

@@ -23,6 +23,7 @@ from prefixcached.protocol.schema import (
     WindowShape,
     encode_schema,
 )
+
 Tokens = tuple[int, ...]
 Bytes = NDArray[np.uint8]
 

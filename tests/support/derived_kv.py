@@ -33,9 +33,7 @@ def rows(prompt: Sequence[int], layer: int) -> NDArray[np.float32]:
     mixed ^= mixed >> np.uint64(29)
     mixed *= np.uint64(0xBF58476D1CE4E5B9)
     values = (mixed >> np.uint64(40)).astype(np.float32)
-    return np.ascontiguousarray(
-        values.reshape(1, array.size, HEADS, WIDTH).transpose(0, 2, 1, 3)
-    )
+    return np.ascontiguousarray(values.reshape(1, array.size, HEADS, WIDTH).transpose(0, 2, 1, 3))
 
 
 def caches(prompt: Sequence[int], kinds: Sequence[str] = PLAIN) -> list[Any]:

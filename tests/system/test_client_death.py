@@ -73,8 +73,8 @@ def test_a_killed_client_leaves_nothing(step: str, stopped_first: bool) -> None:
         client = subprocess.Popen(
             [sys.executable, "-c", CLIENT, str(daemon.socket), step], stdout=subprocess.PIPE
         )
+        assert client.stdout is not None
         try:
-            assert client.stdout is not None
             assert client.stdout.readline() == b"ready\n"
             if stopped_first:
                 client.send_signal(signal.SIGSTOP)

@@ -11,6 +11,8 @@ from tests.support import derived_kv
 from tests.support.daemon_process import DaemonProcess
 from tests.system.test_restart import OPTIONS, wait_until_loaded
 
+pytestmark = pytest.mark.slow
+
 KINDS = derived_kv.EVERY_KIND
 CLEAR_POINTS = (CrashPoint.BEFORE_CLEAR, CrashPoint.AFTER_CLEAR)
 DELETE_POINTS = (CrashPoint.BEFORE_DELETE, CrashPoint.AFTER_DELETE)
