@@ -41,6 +41,7 @@ class RamConfig:
     write_delay_seconds: float = 0.5
     idle_seconds: float = 300.0
     promote: str = "second-hit"
+    write_policy: str = "always"
     retention: str = DEFAULT_POLICY
     namespace_quota: float = 1.0
     pressure_target: float = 0.5

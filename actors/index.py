@@ -2,6 +2,9 @@
 
 Owned by RamTier; pure and synchronous. What must happen outside (memory to free, files to delete)
 is told to the `Outlet`, and its outcome comes back by a method here. Rules E1, E2, E4, L2, D5, D8.
+
+It is longer than other modules, because every change of an entry has to keep four things true
+together: both ledgers, the counts of dependents, what is held, and the two queues of victims.
 """
 
 import math

@@ -214,7 +214,8 @@ class RamTier:
         # What was published is queued before anybody gets room: what is not queued may be evicted.
         finished = self._puts_finished(now)
         lost, self.index.lost = self.index.lost, []
-        self.writes.enqueue([entry for entry in lost if entry.attached], now)
+        used, self.takes.used = self.takes.used, []
+        self.writes.enqueue([entry for entry in (*lost, *used) if entry.attached], now)
         self.pressure.respond(now)
         self.writes.pump(now)
         self.puts.retry(now)

@@ -102,6 +102,8 @@ class TakeDesk:
         self._claims = claims
         self._labels = labels
         self._waiting: list[WaitingTake] = []
+        self.used: list[Entry] = []
+        """What was hit and is not durable, since the caller last took it."""
         self.leases: dict[int, Lease] = {}
         self.counters = TakeCounters()
         self.is_loading = False
@@ -332,7 +334,9 @@ class TakeDesk:
         steps = lookup.path.cut(length).steps
         used: list[Entry] = [step.segment for step in steps]
         used.extend(p.entry for p in lease.lent if p.use_start == p.use_end)
-        self._index.use((entry for entry in used if entry.attached), now)
+        used = [entry for entry in used if entry.attached]
+        self._index.use(used, now)
+        self.used += [entry for entry in used if entry.file is None]
         self.counters.tokens_reused += length
         self._labels.count_take(take.namespace, take.label, length)
         if steps[-1].segment.attached:

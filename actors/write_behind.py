@@ -20,6 +20,10 @@ MARGIN: Final = 0.9
 """Share of a flush's remaining seconds after which it is answered as incomplete."""
 
 
+USES_TO_WRITE: Final = {"always": 0, "second-hit": 2}
+"""Hits that an image must have had before it is written, by the `write_policy` setting (D6)."""
+
+
 @dataclass(slots=True, eq=False)
 class FlushWait:
     """A flush that waits for ``remaining`` images."""
@@ -70,10 +74,19 @@ class WriteDesk:
         """Queue ``entries`` that are not durable, behind any of their ancestors that are not."""
         if not self._index.ssd_on:
             return
+        least_uses = USES_TO_WRITE[self._shared.config.write_policy]
         for entry in entries:
+            if entry.uses < least_uses:
+                self._refuse_for_now(entry)
+                continue
             for link in _chain(entry):
                 if link.file is None and link.write in (WriteState.IDLE, WriteState.REFUSED):
                     self._enqueue_one(link, now)
+
+    def _refuse_for_now(self, entry: Entry) -> None:
+        """Not worth a write yet (rule D6); its next hit brings it here again."""
+        if entry.file is None and entry.write is WriteState.IDLE:
+            self._refuse(entry)
 
     def _enqueue_one(self, entry: Entry, now: float) -> None:
         if entry.memory is None or not self.disk_healthy:

@@ -19,6 +19,7 @@ from prefixcached.actors.desk import RamConfig
 from prefixcached.actors.pressure_monitor import PRESSURE_FILE
 from prefixcached.actors.promotions import HITS_TO_PROMOTE
 from prefixcached.actors.retention_policy import DEFAULT_POLICY, POLICIES
+from prefixcached.actors.write_behind import USES_TO_WRITE
 from prefixcached.daemon.option_kinds import ChoiceKind, Kind, NumberKind, PathKind, SizeKind
 from prefixcached.protocol.paths import SOCKET_VARIABLE
 
@@ -88,6 +89,11 @@ class Options:
         _RAM.promote,
         ChoiceKind((*HITS_TO_PROMOTE, "never")),
         "When a hit on SSD brings an entry into RAM.",
+    )
+    write_policy: str = _option(
+        _RAM.write_policy,
+        ChoiceKind(tuple(USES_TO_WRITE)),
+        "What is written to SSD: everything, or only what was hit twice.",
     )
     idle_seconds: float = _option(
         _RAM.idle_seconds,

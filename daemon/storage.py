@@ -38,6 +38,7 @@ class Storage:
                 put_min_tokens=options.put_min_tokens,
                 idle_seconds=options.idle_seconds,
                 promote=options.promote,
+                write_policy=options.write_policy,
                 retention=options.retention,
                 namespace_quota=options.namespace_quota,
                 pressure_target=options.pressure_target,
