@@ -84,8 +84,8 @@ class Part(msgspec.Struct, frozen=True):
 
     Append slices of positions [use_start, use_end) come from this image. Its window rows belong to
     this prompt below ``use_end`` (a segment's path may leave the prompt's there) and below the
-    hit's length; a segment may be lent for its rows alone. ``data_offset`` is where the image's bytes begin in the
-    descriptor (0 in RAM, behind the header in a file).
+    hit's length; a segment may be lent for its rows alone. ``data_offset`` is where the image's
+    bytes begin in the descriptor (0 in RAM, behind the header in a file).
     """
 
     spec: ImageSpec

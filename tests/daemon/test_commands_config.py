@@ -122,6 +122,7 @@ def test_every_option_reaches_the_actors(tmp_path: Path) -> None:
     changed = Options(
         state_dir=tmp_path, ram_bytes=1 << 20, ssd_bytes=1 << 21, ssd_daily_write_bytes="3MiB",
         retention="lru", namespace_quota=0.25, promote="never", idle_seconds=7.0,
+        write_policy="second-hit",
         label_ttl_seconds=8.0, claim_min_tokens=9, put_min_tokens=10, pressure_target=0.125,
     )  # fmt: skip
     for one in dataclasses.fields(Options):
