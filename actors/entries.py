@@ -23,14 +23,17 @@ class Memory(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes of the image."""
+        ...
 
     @property
     def writable_descriptor(self) -> int:
         """Descriptor to fill, valid until `seal`."""
+        ...
 
     @property
     def descriptor(self) -> int:
         """Read-only descriptor, valid after `seal`."""
+        ...
 
     def seal(self) -> None:
         """Make the bytes immutable. Blocks; for threads."""

@@ -28,7 +28,8 @@ class ReplySlot:
     """
 
     def __init__(self) -> None:
-        self._event = trio.Event()
+        # Most calls are answered before anybody has to wait.
+        self._event: trio.Event | None = None
         self._value: tuple[Reply, Sequence[int]] | None = None
 
     def set(self, reply: Reply, descriptors: Sequence[int] = ()) -> None:
@@ -36,7 +37,8 @@ class ReplySlot:
         if self._value is not None:
             raise RuntimeError(f"a call was answered twice: {self._value[0]!r}, then {reply!r}")
         self._value = (reply, descriptors)
-        self._event.set()
+        if self._event is not None:
+            self._event.set()
 
     @property
     def is_set(self) -> bool:
@@ -51,5 +53,9 @@ class ReplySlot:
 
     async def wait(self) -> tuple[Reply, Sequence[int]]:
         """Wait for the reply and its descriptors, at most `MAX_DESCRIPTORS` of them."""
+        if self._event is None:
+            self._event = trio.Event()
+            if self.is_set:
+                self._event.set()
         await self._event.wait()
         return self.answer

@@ -5,6 +5,7 @@ memory, SsdTier and Prefetcher get messages on channels that never block (their 
 already). It never awaits another actor, so no cycle of blocking sends can exist (DESIGN 4).
 """
 
+import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -108,10 +109,14 @@ class RamTier:
                 # One scope for many messages: a new one for each would cost as much as a look-up.
                 with trio.CancelScope() as scope:
                     while True:
-                        scope.deadline = self._next_deadline()
-                        envelope = await self._inbox.receive()
-                        now = trio.current_time()
-                        self._handle(envelope.message, envelope.handle, now)
+                        deadline = scope.deadline = self._next_deadline()
+                        now, is_question = -math.inf, True
+                        while is_question and now < deadline:
+                            envelope = await self._inbox.receive()
+                            now = trio.current_time()
+                            self._handle(envelope.message, envelope.handle, now)
+                            # A question changes nothing, so nothing has become possible.
+                            is_question = _is_question(envelope.message)
                         self._after(now)
                 self._after(trio.current_time())
 
@@ -376,6 +381,12 @@ class RamTier:
         for put in self.puts.puts.values():
             for image in put.images:
                 image.memory.free()
+
+
+def _is_question(message: ActorMessage) -> bool:
+    return isinstance(message, inner.Call) and isinstance(
+        message.request, wire.Peek | wire.Contains
+    )
 
 
 def _free_now(entry: Entry) -> None:

@@ -18,10 +18,12 @@ class OpenFile(Protocol):
     @property
     def descriptor(self) -> int:
         """Read-only descriptor."""
+        ...
 
     @property
     def data_offset(self) -> int:
         """Where the image begins."""
+        ...
 
     def close(self) -> None:
         """Close the descriptor."""

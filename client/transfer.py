@@ -13,9 +13,9 @@ import mmap
 import os
 import stat
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NamedTuple, TypeVar
 
 IOV_MAX: Final = 1024
@@ -190,19 +190,33 @@ def _mapped(
 
 def _spread(do: Callable[[T], None], jobs: Sequence[T], total_bytes: int) -> None:
     """Do every job, in threads where that pays; all have ended when this returns or raises."""
-    threads = min(THREADS, len(jobs), os.cpu_count() or 1)
-    if threads < 2 or total_bytes < PARALLEL_BYTES:
-        for job in jobs:
-            do(job)
-        return
-    with ThreadPoolExecutor(threads, "prefixcached-copy") as pool:
-        done = [pool.submit(do, job) for job in jobs]
-        try:
-            for future in done:
-                future.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    pending = deque(jobs)
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        while not failures:
+            try:
+                job = pending.popleft()
+            except IndexError:
+                return
+            try:
+                do(job)
+            except BaseException as error:  # noqa: BLE001, raised below, by the caller's thread
+                failures.append(error)
+
+    helpers: list[threading.Thread] = []
+    if total_bytes >= PARALLEL_BYTES:
+        count = min(THREADS, len(jobs), os.cpu_count() or 1) - 1
+        with contextlib.suppress(RuntimeError):  # no more threads: this one does it all
+            for _ in range(count):
+                helper = threading.Thread(target=work, name="prefixcached-copy")
+                helper.start()
+                helpers.append(helper)
+    work()
+    for helper in helpers:
+        helper.join()
+    if failures:
+        raise failures[0]
 
 
 def _pieces(move: Move) -> Iterator[Move]:

@@ -50,6 +50,8 @@ class BaseWire:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             self._socket.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
+        self._poller = select.poll()
+        self._poller.register(self._socket, select.POLLIN)
         self._connection = Connection(role=Role.CLIENT)
         self._descriptors: set[int] = set()
         self._error: PrefixCachedError | None = None
@@ -73,9 +75,7 @@ class BaseWire:
         """Whether an idle wire is as it was left: no end of file, nothing unasked for."""
         if not self.is_open or self._connection.has_partial_frame:
             return False
-        poller = select.poll()
-        poller.register(self._socket, select.POLLIN)
-        return not poller.poll(0)
+        return not self._poller.poll(0)
 
     def tell(self, message: OneWay) -> None:
         """Send ``message``, which has no reply, without ever waiting or raising.

@@ -90,6 +90,7 @@ class Restoration:
         self._memory.clear()
         arrays, metadata = self._arrays, _metadata(self._checkpoint)
         states = metadata.get("states")
+        own = _by_leaf([leaf.path for leaf in self._described], arrays)
         built = {}
         for leaf in self._described:
             state = states.get(leaf.path) if isinstance(states, dict) else None
@@ -97,7 +98,7 @@ class Restoration:
                 built[leaf.path] = leaf.adapter.build(
                     self._targets[leaf.path],
                     self._placements[leaf.path],
-                    _below(leaf.path, arrays),
+                    own[leaf.path],
                     state,
                 )
             except (TypeError, KeyError, AttributeError) as error:
@@ -276,9 +277,18 @@ def _metadata(checkpoint: ImageSpec | None) -> dict[str, Any]:
     return metadata
 
 
-def _below(path: str, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    prefix = f"{path}."
-    return {n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)}
+def _by_leaf(
+    paths: Sequence[str], arrays: Mapping[str, mx.array]
+) -> dict[str, dict[str, mx.array]]:
+    """Return the arrays of each cache by their names within it."""
+    own: dict[str, dict[str, mx.array]] = {path: {} for path in paths}
+    for name, array in arrays.items():
+        parts = name.split(".")
+        for depth in range(1, len(parts)):
+            path = ".".join(parts[:depth])
+            if path in own:
+                own[path][".".join(parts[depth:])] = array
+    return own
 
 
 def restoration(
