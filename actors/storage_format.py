@@ -21,7 +21,7 @@ from prefixcached.protocol import limits
 from prefixcached.protocol.actor_messages import FileHeader
 from prefixcached.protocol.errors import SchemaError
 from prefixcached.protocol.image import ImageKind, ImageSpec, Layout, check_spec, layout
-from prefixcached.protocol.schema import Kind, Schema
+from prefixcached.protocol.schema import RESERVED_NAMES, Kind, Schema
 
 FORMAT: Final = 1
 """Version of the format. Files of another version are foreign: kept apart, never read."""
@@ -41,7 +41,6 @@ TOKENS_NAME: Final = "prefixcached.tokens"
 
 DESCRIPTION_KEY: Final = "prefixcached"
 DESCRIPTION_CHECKSUM_KEY: Final = "prefixcached.xxh3"
-_RESERVED_NAMES: Final = frozenset({"__metadata__", TOKENS_NAME})
 _FILE_NAME: Final = re.compile(r"([0-9a-f]{32})\.(segment|checkpoint|object)\.safetensors")
 _SCHEMA_NAME: Final = re.compile(r"([0-9a-f]{32})\.schema")
 
@@ -219,7 +218,7 @@ def _expected_table(
 ) -> Iterable[tuple[str, str, tuple[int, ...], int, int]]:
     """Name, dtype, shape, first and last byte of every tensor of a file."""
     for extent in image.extents:
-        if extent.name in _RESERVED_NAMES:
+        if extent.name in RESERVED_NAMES:
             raise SchemaError(f"tensor name {extent.name!r} is reserved by the file format")
         yield extent.name, extent.dtype, extent.shape, extent.offset, extent.offset + extent.nbytes
     yield TOKENS_NAME, "U32", (count,), image.nbytes, image.nbytes + 4 * count

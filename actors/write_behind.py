@@ -13,6 +13,7 @@ from prefixcached.actors.desk import Answer, Shared
 from prefixcached.actors.entries import Checkpoint, Entry, ObjectEntry, Segment, WriteState
 from prefixcached.actors.storage_format import FORMAT, file_bytes_bound
 from prefixcached.protocol.actor_messages import FileHeader, SyncAll, WriteImage, Written
+from prefixcached.protocol.errors import SchemaError
 from prefixcached.protocol.image import allocated_bytes
 from prefixcached.protocol.messages import Flush, Flushed
 
@@ -130,7 +131,12 @@ class WriteDesk:
             owner = entry.owner
             chain_broken = owner is not None and owner.parent is not None and owner.file is None
             header = _header_of(entry)
-            reserve = _bytes_to_reserve(entry, header)
+            try:
+                reserve = _bytes_to_reserve(entry, header)
+            except SchemaError:  # more tensors or longer names than a file's header can hold
+                self._queue.popleft()
+                self._refuse(entry)
+                continue
             if chain_broken or not self._index.make_room_on_disk(reserve):
                 self._queue.popleft()
                 self._refuse(entry)

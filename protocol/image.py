@@ -16,6 +16,7 @@ from prefixcached.protocol import limits
 from prefixcached.protocol.errors import SchemaError
 from prefixcached.protocol.schema import (
     ITEM_BYTES,
+    RESERVED_NAMES,
     Count,
     Kind,
     Name,
@@ -150,6 +151,8 @@ def check_spec(schema: Schema | None, spec: ImageSpec) -> None:
     for state in spec.tensors:
         if state.dtype not in ITEM_BYTES:
             raise SchemaError(f"tensor {state.name!r} has unknown dtype {state.dtype!r}")
+        if state.name in RESERVED_NAMES:
+            raise SchemaError(f"tensor name {state.name!r} is reserved by the file format")
         if state.name in names:
             raise SchemaError(f"tensor {state.name!r} appears twice")
         names.add(state.name)

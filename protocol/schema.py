@@ -20,6 +20,9 @@ ITEM_BYTES: Final = {
 }  # fmt: skip
 """Bytes of one item by safetensors dtype name (C64 as safetensors >= 0.6 names complex64)."""
 
+RESERVED_NAMES: Final = frozenset({"__metadata__", "prefixcached.tokens"})
+"""Tensor names that a file has another use for (docs/storage-format.md)."""
+
 Range = tuple[int, int]
 """Half-open range of token positions [start, end)."""
 
@@ -134,6 +137,8 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
         for tensor in self.tensors:
             if tensor.name in names:
                 raise SchemaError(f"tensor {tensor.name!r} appears twice")
+            if tensor.name in RESERVED_NAMES:
+                raise SchemaError(f"tensor name {tensor.name!r} is reserved by the file format")
             names.add(tensor.name)
             if tensor.dtype not in ITEM_BYTES:
                 raise SchemaError(f"tensor {tensor.name!r} has unknown dtype {tensor.dtype!r}")

@@ -137,9 +137,8 @@ def test_large_metadata_makes_a_large_header() -> None:
 def test_reserved_tensor_names_are_refused(name: str) -> None:
     """A tensor that would stand in the place of the format's own is not written."""
     spec = ImageSpec(ImageKind.OBJECT, tensors=(StateTensor(name, "U8", (1,)),))
-    one = sample(spec, None)
     with pytest.raises(SchemaError, match="reserved"):
-        encoded(one)
+        encoded(sample(spec, None))
 
 
 @SAMPLES

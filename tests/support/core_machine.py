@@ -64,7 +64,8 @@ def machine_settings(steps: int = 40) -> settings:
     profile = _profile()
     return settings(
         max_examples=EXAMPLES[profile], stateful_step_count=steps, deadline=None,
-        suppress_health_check=(HealthCheck.too_slow, HealthCheck.filter_too_much), derandomize=profile == "default",
+        suppress_health_check=(HealthCheck.too_slow, HealthCheck.filter_too_much),
+        derandomize=profile == "default",
         report_multiple_bugs=False,
     )  # fmt: skip
 
