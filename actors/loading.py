@@ -2,6 +2,7 @@
 
 Files arrive in any order. A segment attaches when its parent is known, a checkpoint when its
 tokens lead to a segment; what is left at the end is unattached and goes first when space is short.
+The scan has compared each file's size with its schema, so no layout is computed here.
 """
 
 import xxhash
@@ -11,7 +12,7 @@ from prefixcached.actors.desk import Shared
 from prefixcached.actors.entries import Checkpoint, Entry, Namespace, ObjectEntry, Segment
 from prefixcached.protocol.actor_messages import DeleteFile, FileEntry, Loaded
 from prefixcached.protocol.errors import SchemaError
-from prefixcached.protocol.image import ImageKind, layout
+from prefixcached.protocol.image import ImageKind
 from prefixcached.protocol.schema import Schema, decode_schema
 from prefixcached.protocol.tokens import token_array
 
@@ -112,11 +113,11 @@ class LoadDesk:
             self._index.remove(twin)
         try:
             segment = Segment(
-                header.id, namespace, header.spec, layout(namespace.schema, header.spec).nbytes,
+                header.id, namespace, header.spec, file.data_bytes,
                 tokens.copy(), header.position, header.minimum,
             )  # fmt: skip
             self._index.add_loaded(segment, parent, file, self._age(file))
-        except (ValueError, SchemaError):
+        except ValueError:
             self._leave_unattached(file)
             return False
         self.loaded += 1
@@ -131,12 +132,9 @@ class LoadDesk:
             self._leave_unattached(file)
             return
         owner = next(s for s, end in path.steps if s.start < position <= end)
-        try:
-            nbytes = layout(namespace.schema, header.spec).nbytes
-        except SchemaError:
-            self._leave_unattached(file)
-            return
-        checkpoint = Checkpoint(header.id, namespace, header.spec, nbytes, header.attachments)
+        checkpoint = Checkpoint(
+            header.id, namespace, header.spec, file.data_bytes, header.attachments
+        )
         if self._is_newest(checkpoint, owner.checkpoints.get(checkpoint.key), file):
             self._index.add_loaded(checkpoint, owner, file, self._age(file))
             self.loaded += 1
@@ -146,12 +144,7 @@ class LoadDesk:
         namespace = self._index.namespaces.get(header.namespace)
         if namespace is None:
             namespace = self._index.new_namespace(header.namespace, b"", Schema())
-        try:
-            nbytes = layout(None, header.spec).nbytes
-        except SchemaError:
-            self._leave_unattached(file)
-            return
-        entry = ObjectEntry(header.id, namespace, header.spec, nbytes, header.key)
+        entry = ObjectEntry(header.id, namespace, header.spec, file.data_bytes, header.key)
         if self._is_newest(entry, namespace.objects.get(header.key), file):
             self._index.namespaces[namespace.name] = namespace
             self._index.add_loaded(entry, None, file, self._age(file))

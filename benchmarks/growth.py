@@ -111,15 +111,16 @@ def _new_tokens(quick: bool) -> list[Row]:
 
 def _entries(quick: bool) -> list[Row]:
     """Look up one prompt among ever more segments."""
-    from benchmarks.lookup import fill
+    from benchmarks.lookup import fill, fitting
 
     steps, calls = ((100, 300, 1_000), 50) if quick else ((100, 300, 1_000, 3_000, 10_000), 200)
     allow_descriptors(3 * steps[-1] + 2_000)
     looked: dict[int, list[float]] = {}
     for segments in steps:
         with scratch() as place, daemon(place) as served, served.connect() as cache:
-            prompt = [*fill(cache, segments, 12_000), 1]
-            looked[segments] = _time_peeks(cache, prompt, calls)
+            count = fitting(cache, segments)
+            prompt = [*fill(cache, count, 12_000), 1]
+            looked[count] = _time_peeks(cache, prompt, calls)
     return [series("look-up, by segments held", _medians(looked), "s", Goal(0.2, "at most"))]
 
 

@@ -206,6 +206,25 @@ def interleave(cases: Sequence[Measured], rounds: int, warm_up: int = 1) -> dict
     return seconds
 
 
+def keep_descriptors() -> None:
+    """Keep mlx-lm from lowering this process's limit of descriptors, the hard one included.
+
+    It does so on import (to 2,048 and 4,096), and daemons started by this process would inherit it.
+    """
+    import resource
+
+    lower = resource.setrlimit
+
+    def guarded(kind: int, limits: tuple[int, int]) -> None:
+        if kind != resource.RLIMIT_NOFILE or limits[0] >= resource.getrlimit(kind)[0]:
+            lower(kind, limits)
+
+    resource.setrlimit = guarded
+
+
+keep_descriptors()
+
+
 def settle() -> None:
     """Let no case live on pages that the one before it has left warm."""
     gc.collect()

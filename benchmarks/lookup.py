@@ -34,7 +34,7 @@ def run(quick: bool) -> list[Row]:
         echo_server(place) as echo_path,
         served.connect() as cache,
     ):
-        prompt = fill(cache, segments, LENGTH)
+        prompt = fill(cache, fitting(cache, segments), LENGTH)
         held = cache.stats()["ram_tier"]["images"]
         asked = [*prompt, 1]
         array, packed = np.array(asked, "<u4"), np.array(asked, "<u4").tobytes()
@@ -90,6 +90,11 @@ def _row(call: Callable[[], Any], calls: int) -> Callable[[], list[Any]]:
     A miss carries a claim, which ends when the result is let go: after the clock has stopped.
     """
     return lambda: [call() for _ in range(calls)]
+
+
+def fitting(cache: Cache, segments: int) -> int:
+    """Return ``segments``, or as many as the daemon's limit of descriptors allows it to hold."""
+    return min(segments, int(cache.stats()["ram_tier"]["images_cap"]) - 64)
 
 
 def fill(cache: Cache, segments: int, length: int) -> list[int]:

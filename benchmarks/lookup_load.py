@@ -25,9 +25,9 @@ LOOKUP, ECHO, CHURN = "lookup", "echo", "churn"
 def run(quick: bool) -> list[Row]:
     """Measure."""
     from benchmarks import kv
-    from benchmarks.lookup import fill
+    from benchmarks.lookup import fill, fitting
 
-    clients, segments, rounds, calls = (4, 500, 3, 10) if quick else (8, 10_000, 9, 30)
+    clients, segments, rounds, calls = (4, 500, 3, 10) if quick else (8, 9_500, 9, 30)
     allow_descriptors(3 * segments + 2_000)
     # Full from the start: an image of the filling takes one page of 16 KiB, the long prompt 98.
     ram = f"{(segments + 98 + 4) * 16}KiB"
@@ -37,6 +37,7 @@ def run(quick: bool) -> list[Row]:
         echo_server(place) as echo_path,
         served.connect() as cache,
     ):
+        require(fitting(cache, segments) == segments, "too few descriptors are allowed")
         fill(cache, segments, 12_000)
         prompt = kv.random_tokens(LENGTH, 5)
         require(bool(cache.put(prompt, kv.random_kv(kv.TINY, LENGTH), namespace="long")), "put")

@@ -23,7 +23,7 @@ def run(quick: bool) -> list[Row]:
 
 
 def _daemon(quick: bool) -> list[Row]:
-    from benchmarks.lookup import fill
+    from benchmarks.lookup import fill, fitting
 
     steps = (0, 500, 1_000) if quick else (0, 1_000, 2_500, 5_000, 10_000)
     allow_descriptors(3 * steps[-1] + 2_000)
@@ -31,7 +31,7 @@ def _daemon(quick: bool) -> list[Row]:
     for segments in steps:
         with scratch() as place, daemon(place) as served, served.connect() as cache:
             if segments:
-                fill(cache, segments, 12_000)
+                fill(cache, fitting(cache, segments), 12_000)
             held = cache.stats()["ram_tier"]["images"]
             measured[held] = served.private_bytes()
     held = max(measured)

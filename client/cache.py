@@ -52,7 +52,8 @@ def connect(
 class Cache:
     """One shared prompt cache, as one process sees it. Use `connect`; it is a context manager.
 
-    Safe to use from any thread and after a fork. Bad arguments raise TypeError or ValueError, and
+    Safe to use from any thread and after a fork (mlx itself is not: a child forked after its
+    parent used mlx must not take or put). Bad arguments raise TypeError or ValueError, and
     a closed cache `UseAfterClose`, also with ``fail_open``.
     """
 

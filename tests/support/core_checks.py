@@ -56,6 +56,7 @@ def _check_entry(entry: Entry) -> None:
         assert not entry.memory.is_freed
     if entry.write is WriteState.WRITING:
         assert entry.holders
+    assert not (entry.file and entry.superseded), "durable, and what it superseded still waits"
     for old in entry.superseded:
         assert old.successor is entry
         assert not old.attached
@@ -110,8 +111,12 @@ def check_idle(core: Core) -> None:
 
 
 def check_disk(core: Core, disk: FakeDisk) -> None:
-    """Every file is charged, and the cap is above what is really there."""
+    """Every file is charged, and its chain is durable too unless somebody lost a file."""
     assert disk.bytes <= core.index.ssd.bytes, (disk.bytes, core.index.ssd)
+    for entry in core.index.entries.values():
+        owner = entry.owner
+        if entry.file is not None and owner is not None and owner.parent is not None:
+            assert owner.file is not None or disk.has_losses, f"{entry} without its parent's file"
 
 
 def check_disk_idle(core: Core, disk: FakeDisk) -> None:

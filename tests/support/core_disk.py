@@ -60,6 +60,8 @@ class FakeDisk:
         self.writer: list[Envelope] = []
         self.reads: dict[str, Read] = {}
         self.promotions: dict[str, Envelope] = {}
+        self.has_losses = False
+        """Whether a file was lost or damaged: children may then outlive their parents' files."""
         self.other_bytes = 0
         self.wall_clock = 1e9
         self.written_segment_bytes = 0
@@ -139,7 +141,7 @@ class FakeDisk:
         header = message.header
         if header.parent and header.kind == "segment":
             parents = {file.entry.header.id for file in self.files.values()}
-            assert header.parent in parents or not self._is_watched, "a child before its parent"
+            assert header.parent in parents or self.has_losses, "a child before its parent"
         if fails:
             self.core.send(Written(header.id, error="the disk fails", retry=retry))
             return
@@ -155,8 +157,6 @@ class FakeDisk:
         if header.kind == "segment":
             self.written_segment_bytes += memory.nbytes
         self.core.send(Written(header.id, entry))
-
-    _is_watched = True
 
     def empty_trash(self) -> None:
         """Delete one cleared file."""
@@ -174,7 +174,7 @@ class FakeDisk:
     def lose(self, path: str) -> None:
         """Somebody deletes a file behind the daemon's back."""
         del self.files[path]
-        self._is_watched = False
+        self.has_losses = True
 
     # -- the prefetcher -------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class FakeDisk:
         stored = self.files.get(read.entry.path)
         if outcome == "damaged" and stored is not None:
             del self.files[read.entry.path]
-            self._is_watched = False
+            self.has_losses = True
         for number in read.numbers:
             if outcome == "good" and stored is not None:
                 assert stored.entry == read.entry

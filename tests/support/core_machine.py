@@ -135,6 +135,7 @@ class ClientMachine(RuleBasedStateMachine):
         self.namespaces = [f"{schema}/{salt}" for schema in schemas for salt in "ab"]
         self.known: list[Tokens] = [(5, 6)]
         self.visible: dict[str, set[Tokens]] = {name: set() for name in self.namespaces}
+        self.promised: dict[str, set[Tokens]] = {name: set() for name in self.namespaces}
         self.with_minimum: set[str] = set()
         self.granted: list[Granted] = []
         self.lent: list[Lent] = []
@@ -303,6 +304,7 @@ class ClientMachine(RuleBasedStateMachine):
         self.core.call(99, wire.Clear(name))
         for namespace in self.namespaces if name is None else [name]:
             self.visible[namespace].clear()
+            self.promised[namespace].clear()
             # An offer that waited may have been granted at once: that put is of the new epoch.
             left = [e for e in self.core.index.entries.values() if e.namespace.name == namespace]
             assert not left
@@ -346,7 +348,9 @@ class ClientMachine(RuleBasedStateMachine):
                 case wire.Stored(new_bytes=new_bytes, length=length):
                     assert new_bytes == 0
                     assert length == len(pending.tokens)
-                    self.is_held(pending.request.namespace, pending.tokens, pending.is_resumable)
+                    if pending.is_resumable:
+                        self.promised[pending.request.namespace].add(pending.tokens)
+                    self.check_promises(pending.request.namespace)
                 case _:
                     pass
 
@@ -365,18 +369,22 @@ class ClientMachine(RuleBasedStateMachine):
         if isinstance(reply, wire.Stored):
             assert reply.length == len(put.tokens)
             self.visible[put.namespace].add(put.tokens)
-            self.is_held(put.namespace, put.tokens, put.is_resumable)
+            if put.is_resumable:
+                self.promised[put.namespace].add(put.tokens)
+            self.check_promises(put.namespace)
         else:
             assert isinstance(reply, wire.Declined)
 
-    def is_held(self, namespace: str, tokens: Tokens, is_resumable: bool) -> None:
-        """What was just stored is resumable at its own end, unless it had to leave at once."""
-        if not is_resumable or self.core.index.counters["evictions"]:
-            return
-        if namespace in self.with_minimum:
+    def check_promises(self, namespace: str) -> None:
+        """What was stored is resumable at its own end as long as nothing had to leave."""
+        if self.has_losses() or namespace in self.with_minimum:
             return  # its tokens may be those of a put with a longer minimum (T6)
-        if self.config.ssd_bytes == 0:
+        for tokens in self.promised[namespace]:
             assert longest_by_definition(self.core, namespace, tokens, len(tokens)) == len(tokens)
+
+    def has_losses(self) -> bool:
+        """Whether anything that was stored may have left since the beginning."""
+        return bool(self.core.index.counters["evictions"])
 
     def hit(self, pending: Pending, hit: wire.Hit) -> None:
         namespace = pending.request.namespace
@@ -446,7 +454,7 @@ class DiskMachine(ClientMachine):
 
     def started(self) -> None:
         self.disk = FakeDisk(self.core)
-        self.has_lost = False
+        self.has_lost = self.has_lost_ever = False
         self.losses_seen = 0
         self.confirmed: set[tuple[str, Tokens]] = set()
         self.flushes: list[tuple[int, Slot, set[tuple[str, Tokens]]]] = []
@@ -481,6 +489,7 @@ class DiskMachine(ClientMachine):
         names = sorted(self.disk.reads)
         if outcome == "damaged":
             self.confirmed.clear()
+            self.has_lost_ever = True
         self.disk.finish_read(names[which % len(names)], outcome)
         self.collect()
 
@@ -511,6 +520,7 @@ class DiskMachine(ClientMachine):
         paths = sorted(self.disk.files)
         self.confirmed.clear()
         self.has_lost = True  # a flush cannot know it, a restart will
+        self.has_lost_ever = True
         self.disk.lose(paths[which % len(paths)])
 
     @rule(healthy=st.booleans())
@@ -531,6 +541,9 @@ class DiskMachine(ClientMachine):
         self.flushes.append((evictions, slot, known))
         self.pending.append(Pending(session, wire.Flush(60.0), (), slot))
         self.confirm()
+
+    def has_losses(self) -> bool:
+        return bool(self.losses()) or self.has_lost_ever
 
     def losses(self) -> int:
         counters = self.core.index.counters
@@ -574,6 +587,8 @@ class DiskMachine(ClientMachine):
         )  # fmt: skip
         self.granted, self.lent, self.pins, self.pending, self.flushes = [], [], [], [], []
         self.losses_seen, self.has_lost = 0, False
+        for namespace in self.namespaces:
+            self.promised[namespace].clear()
         self.disk.restart(self.core, random.Random(seed), batch)
         for namespace, tokens in self.confirmed:
             found = longest_by_definition(self.core, namespace, tokens, len(tokens))
