@@ -13,7 +13,6 @@ from prefixcached.actors.pressure_policy import Level
 from prefixcached.protocol.actor_messages import PressureChanged
 from tests.support.core import Core
 from tests.support.core_machine import ClientMachine, DiskMachine, machine_settings
-from tests.support.core_payload import Tokens
 
 
 def may_leave(entry: Entry) -> bool:
@@ -56,9 +55,8 @@ class PressureOneTier(ClientMachine):
         if hasattr(self, "core"):
             check_pressure(self.core)
 
-    def is_held(self, namespace: str, tokens: Tokens, is_resumable: bool) -> None:
-        if not self.core.statistics().pressure["dropped_images"]:
-            super().is_held(namespace, tokens, is_resumable)
+    def has_losses(self) -> bool:
+        return super().has_losses() or bool(self.core.statistics().pressure["dropped_images"])
 
     def quiet(self) -> None:
         self.press(Level.NORMAL)
