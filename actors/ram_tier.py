@@ -5,6 +5,7 @@ memory, SsdTier and Prefetcher get messages on channels that never block (their 
 already). It never awaits another actor, so no cycle of blocking sends can exist (DESIGN 4).
 """
 
+import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -43,9 +44,6 @@ log = structlog.get_logger()
 
 SMALL_BYTES: Final = 1 << 20
 """Memory up to this size is freed at once: it takes less time than a thread's round trip."""
-
-MESSAGES_A_TURN: Final = 32
-"""Messages handled before others run: a few milliseconds at most."""
 
 SWEEP_SECONDS: Final = 10.0
 """How often idle images are looked for (rule E8)."""
@@ -110,32 +108,17 @@ class RamTier:
             while True:
                 # One scope for many messages: a new one for each would cost as much as a look-up.
                 with trio.CancelScope() as scope:
-                    is_unchanged = False
                     while True:
-                        if not is_unchanged:
-                            scope.deadline = self._next_deadline()
-                        is_unchanged = self._serve(await self._inbox.receive())
+                        deadline = scope.deadline = self._next_deadline()
+                        now, is_question = -math.inf, True
+                        while is_question and now < deadline:
+                            envelope = await self._inbox.receive()
+                            now = trio.current_time()
+                            self._handle(envelope.message, envelope.handle, now)
+                            # A question changes nothing, so nothing has become possible.
+                            is_question = _is_question(envelope.message)
+                        self._after(now)
                 self._after(trio.current_time())
-
-    def _serve(self, envelope: Envelope) -> bool:
-        """Handle ``envelope`` and those that arrived with it; return whether all were questions.
-
-        Many sessions speak in one turn of the event loop. With one message a turn, each would wait
-        for as many turns as there are others before it.
-        """
-        is_unchanged = True
-        for left in reversed(range(MESSAGES_A_TURN)):
-            now = trio.current_time()
-            self._handle(envelope.message, envelope.handle, now)
-            if not _is_question(envelope.message):
-                is_unchanged = False
-                self._after(now)
-            try:
-                if left:
-                    envelope = self._inbox.receive_nowait()
-            except trio.WouldBlock:
-                break
-        return is_unchanged
 
     async def drain(self) -> None:
         """Write what is queued now, without its delay; return when that is done (DESIGN 4)."""
@@ -401,7 +384,6 @@ class RamTier:
 
 
 def _is_question(message: ActorMessage) -> bool:
-    """Whether it changes nothing, so that nothing can have become possible by it."""
     return isinstance(message, inner.Call) and isinstance(
         message.request, wire.Peek | wire.Contains
     )
