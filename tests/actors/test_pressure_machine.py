@@ -12,7 +12,8 @@ from prefixcached.actors.entries import Entry, Segment
 from prefixcached.actors.pressure_policy import Level
 from prefixcached.protocol.actor_messages import PressureChanged
 from tests.support.core import Core
-from tests.support.core_machine import ClientMachine, DiskMachine, machine_settings
+from tests.support.core_disk_machine import DiskMachine
+from tests.support.core_machine import ClientMachine, machine_settings
 
 
 def may_leave(entry: Entry) -> bool:

@@ -131,6 +131,16 @@ def test_what_must_not_be_absorbed_is_not() -> None:
         assert client.grant(tokens, namespace, **second).base == 10, name
 
 
+def test_a_leaf_that_the_prompt_leaves_is_not_absorbed() -> None:
+    """P11: only a put that contains the leaf replaces it; another one branches off."""
+    client = Client(Core(small_config(segment_min_tokens=16)))
+    tokens = sequence(10)
+    client.store(tokens)
+    branch = (*tokens[:5], *sequence(20, 1))
+    assert client.grant(branch).base == 5
+    assert client.contains(tokens)
+
+
 def test_a_leaf_with_a_child_is_not_absorbed() -> None:
     """P11: never what has children."""
     client = Client(Core(small_config(segment_min_tokens=16)))

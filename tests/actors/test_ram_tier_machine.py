@@ -8,7 +8,8 @@ that nothing is held, reserved, unreachable or charged for nothing.
 
 import pytest
 
-from tests.support.core_machine import ClientMachine, DiskMachine, machine_settings, walk_seeds
+from tests.support.core_disk_machine import DiskMachine
+from tests.support.core_machine import ClientMachine, machine_settings, walk_seeds
 from tests.support.core_walk import walk
 
 TestOneTier = ClientMachine.TestCase

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from prefixcached.protocol import messages as wire
+from prefixcached.protocol.image import ImageKind, ImageSpec
 from prefixcached.protocol.tokens import pack_tokens
 from tests.support.core import Core, FakeMemory, small_config
 from tests.support.core_checks import check_core, check_idle
@@ -210,7 +211,7 @@ def test_a_lease_lasts_until_it_is_released_or_its_session_ends() -> None:
     slot = client.ask(sequence(21))
     hit = client.verify(slot, sequence(21))
     other.release(hit)
-    core.advance(1e6)
+    core.advance(1e4)
     assert other.refusal(sequence(20, 1)) == "no-space"
     client.verify(slot, sequence(21))
     client.release(hit)
@@ -303,6 +304,24 @@ def test_a_clear_while_files_are_verified_wins() -> None:
     disk.settle()
     check_idle(core)
     assert core.index.ssd.bytes == 0
+
+
+def test_a_clear_while_an_object_is_verified_wins() -> None:
+    """D11, O1: an object that was cleared meanwhile is not handed out any more."""
+    core, disk, client = on_disk_only()
+    spec = ImageSpec(ImageKind.OBJECT, metadata=b"{}")
+    grant = core.reply(1, wire.OfferObject("plain/a", "key", spec))
+    assert isinstance(core.reply(1, wire.Commit(grant.put)), wire.Stored)
+    client.flush()
+    disk.settle()
+    core.index.drop_memory(next(iter(core.index.entries.values())))
+    slot = core.call(1, wire.TakeObject("plain/a", "key"))
+    disk.accept()
+    Client(core, 2).clear()
+    disk.finish_read(next(iter(disk.reads)))
+    assert slot.reply == wire.Miss(reason="empty")
+    disk.settle()
+    check_idle(core)
 
 
 def test_losing_a_base_while_children_are_read_leaves_nothing_behind() -> None:

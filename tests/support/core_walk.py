@@ -8,7 +8,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from tests.support.core_machine import ClientMachine, DiskMachine
+from tests.support.core_disk_machine import DiskMachine
+from tests.support.core_machine import ClientMachine
 from tests.support.core_payload import SCHEMAS
 
 WEIGHTS = {
