@@ -25,6 +25,7 @@ class RamConfig:
 
     ``ssd_bytes`` 0 turns the SSD tier off. ``put_wait_seconds`` is how long an offer waits for
     another put of the same tokens (P5), ``room_wait_seconds`` how long for memory (E4).
+    A snapshot less than ``checkpoint_min_tokens`` beyond another is not stored (E11).
     ``retention`` names a policy of retention_policy.py (E3). ``namespace_quota`` is the share of
     RAM that one namespace keeps when others want room (E9; 1.0 is no quota), ``pressure_target``
     the share that is used while memory is short (M2).
@@ -36,6 +37,7 @@ class RamConfig:
     segment_max_bytes: int = limits.SEGMENT_MAX_BYTES
     segment_min_tokens: int = 256
     put_min_tokens: int = 16
+    checkpoint_min_tokens: int = 32
     put_wait_seconds: float = 2.0
     room_wait_seconds: float = 1.0
     write_delay_seconds: float = 0.5

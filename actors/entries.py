@@ -60,12 +60,13 @@ class Entry:
 
     ``holders`` counts leases, pins and puts in flight that need the bytes to stay.
     ``charged_bytes`` is what its memory costs. ``priority`` orders victims, least first.
+    ``is_surplus`` marks a checkpoint that its chain has grown past (rule E11).
     ``superseded`` are the entries that this one absorbed or replaced, whose files must stay until
     it is durable (rule D8); each names it as its ``successor`` until then.
     """
 
     __slots__ = (
-        "attached", "charged_bytes", "file", "holders", "id", "is_labelled", "memory",
+        "attached", "charged_bytes", "file", "holders", "id", "is_labelled", "is_surplus", "memory",
         "namespace", "nbytes", "priority", "spec", "ssd_hits", "successor", "superseded",
         "touched_seconds", "used", "used_seconds", "uses", "write",
     )  # fmt: skip
@@ -86,6 +87,7 @@ class Entry:
         self.used_seconds = 0.0
         self.priority = 0.0
         self.is_labelled = False
+        self.is_surplus = False
         self.ssd_hits = 0
         self.touched_seconds = 0.0
         self.superseded: list[Entry] = []
@@ -97,9 +99,13 @@ class Entry:
         raise NotImplementedError
 
     @property
-    def rank(self) -> tuple[bool, float]:
-        """The order of victims, least first: those without a live label before those with (E2)."""
-        return self.is_labelled, self.priority
+    def rank(self) -> tuple[bool, bool, float]:
+        """The order of victims, least first.
+
+        Those without a live label go before those with (E2), then surplus checkpoints that were
+        never hit before all else (E11), then by the retention policy.
+        """
+        return self.is_labelled, not self.is_surplus or self.uses > 0, self.priority
 
     @property
     def is_bound_for_disk(self) -> bool:

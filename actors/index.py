@@ -231,6 +231,12 @@ class Index:
             entry.is_labelled = True
             self._offer_to_victims(entry)
 
+    def mark_surplus(self, checkpoint: Checkpoint, is_surplus: bool) -> None:
+        """Let ``checkpoint`` leave before segments unless it was hit, or no longer (rule E11)."""
+        if checkpoint.is_surplus != is_surplus:
+            checkpoint.is_surplus = is_surplus
+            self._offer(checkpoint)
+
     def hold(self, entries: Iterable[Entry]) -> None:
         """Keep ``entries`` in both tiers until `release`."""
         for entry in entries:
@@ -514,7 +520,7 @@ class Index:
         # A promotion evicts nothing that is used more than it, also not for a quota (rule E7).
         over_quota = self.quotas.victims(self.ram.bytes_cap) if below == math.inf else ()
         for victim in chain(over_quota, self.ram_victims.in_order()):
-            if below < math.inf and victim.rank >= (False, below):
+            if below < math.inf and victim.rank >= (False, True, below):
                 break
             if victim.file is None and victim.write in (WriteState.QUEUED, WriteState.WRITING):
                 continue

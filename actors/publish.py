@@ -1,12 +1,13 @@
 """Publishing a committed put: walk again, skip what the world gained, attach the rest. Pure.
 
-Rules P4, P6, P11. Called by PutDesk once all images of the put are immutable.
+Rules P4, P6, P11, E11. Called by PutDesk once all images of the put are immutable.
 """
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from prefixcached.actors import tree
+from prefixcached.actors.checkpoint_policy import ranked
 from prefixcached.actors.entries import (
     Checkpoint,
     Entry,
@@ -167,6 +168,8 @@ def _publish_checkpoint(
     else:
         return None
     index.set_memory(checkpoint, image.memory, "in_flight")
+    for other, is_surplus in ranked(path):
+        index.mark_surplus(other, is_surplus)
     return checkpoint
 
 

@@ -1,10 +1,11 @@
 """What a put has to transfer: the images of a grant, from what is held and what is offered. Pure.
 
-Rules P2 (only what nobody holds), P11 (absorbing small tails), T6, T13.
+Rules P2 (only what nobody holds), P11 (absorbing small tails), E11, T6, T13.
 """
 
 from typing import NamedTuple
 
+from prefixcached.actors.checkpoint_policy import has_resumable_near
 from prefixcached.actors.entries import Checkpoint, Entry, Segment
 from prefixcached.actors.resume import held, window_rows
 from prefixcached.actors.tree import Path
@@ -27,11 +28,13 @@ class PutPlan(NamedTuple):
     """What to grant: images for [base, length), segments first, then a checkpoint.
 
     ``absorbed`` is the leaf that the first segment replaces; the base is then its start.
+    ``leaves_out_snapshot`` says that the offered one is too close to another (rule E11).
     """
 
     base: int
     absorbed: Segment | None
     images: tuple[ImageSpec, ...]
+    leaves_out_snapshot: bool = False
 
 
 def check_offer(schema: Schema, offer: Offer, length: int) -> None:
@@ -56,6 +59,7 @@ def plan_put(
     offer: Offer,
     absorbable: Segment | None,
     segment_max_bytes: int,
+    checkpoint_min_tokens: int,
 ) -> PutPlan | None:
     """Return what of an offer of ``length`` tokens has to be stored, given the ``path`` held.
 
@@ -67,10 +71,17 @@ def plan_put(
         pieces = segment_lengths(schema, absorbable.start, length, segment_max_bytes)
         if pieces and pieces[0][1] > absorbable.end:
             base, absorbed = absorbable.start, absorbable
-    # A snapshot is stored if there is none, and one with attachments in any case (rule P3).
+    # A snapshot is stored if there is none here or near, and one with attachments in any case
+    # (rules P3, E11).
     held_snapshot = _checkpoint_at(path, length, has_state=True)
     is_new = held_snapshot is None or offer.attachments
-    snapshot = offer.checkpoint if is_new else None
+    leaves_out = (
+        offer.checkpoint is not None
+        and is_new
+        and not offer.attachments
+        and has_resumable_near(schema, path, length, checkpoint_min_tokens)
+    )
+    snapshot = offer.checkpoint if is_new and not leaves_out else None
     replaced = held_snapshot if snapshot is not None else None
     rows = _rows_to_store(schema, path.cut(base), base, length, offer, replaced)
     if rows is not None and base == length and _count(rows) and snapshot is None:
@@ -92,7 +103,7 @@ def plan_put(
                 metadata=snapshot.metadata if snapshot is not None else b"",
             )
         )  # fmt: skip
-    return PutPlan(base, absorbed, tuple(images))
+    return PutPlan(base, absorbed, tuple(images), leaves_out)
 
 
 def may_absorb(

@@ -101,6 +101,7 @@ class PutCounters:
     waits_for_room: int = 0
     abandoned: int = 0
     surplus_images: int = 0
+    snapshots_left_out: int = 0
     declined: dict[str, int] = field(default_factory=dict)
 
 
@@ -285,14 +286,21 @@ class PutDesk:
         leaf = may_absorb(namespace.schema, path, length, offer, self._config.segment_min_tokens)
         if leaf is not None and leaf.id in self._absorbing:
             leaf = None
-        plan = plan_put(namespace.schema, path, length, offer, leaf, self._config.segment_max_bytes)
+        plan = plan_put(
+            namespace.schema, path, length, offer, leaf, self._config.segment_max_bytes,
+            self._config.checkpoint_min_tokens,
+        )  # fmt: skip
         if plan is None:
             return self._declined("invalid")
         if not plan.images:
             self.counters.already_held += 1
+            self.counters.snapshots_left_out += plan.leaves_out_snapshot
             self._index.use(_whole_path(path), now, is_hit=False)
             return Stored(new_bytes=0, length=length)
-        return self._grant(waiting, namespace, path, plan, now)
+        granted = self._grant(waiting, namespace, path, plan, now)
+        if isinstance(granted, Put):
+            self.counters.snapshots_left_out += plan.leaves_out_snapshot
+        return granted
 
     def _grant(
         self, waiting: WaitingOffer, namespace: Namespace, path: Path, plan: PutPlan, now: float

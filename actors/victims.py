@@ -7,7 +7,7 @@ from typing import Final
 
 from prefixcached.actors.entries import Entry
 
-Rank = tuple[bool, float]
+Rank = tuple[bool, bool, float]
 
 SLACK: Final = 1024
 """Stale items tolerated before the heap is rebuilt, so that rebuilding is rare for small caches."""

@@ -73,7 +73,8 @@ def stream_generate(
         wait: Seconds to wait for a process that is computing this prompt right now.
         session: A name for the conversation.
         checkpoints: Further positions of the prompt at which to share the KV. Worth it for models
-            with recurrent state, which can only be resumed where it was stored.
+            with recurrent state, which can only be resumed where it was stored; the daemon leaves
+            out one that is close behind another (`checkpoint_min_tokens`).
         **options: All others of `mlx_lm.generate.generate_step`, but ``prompt_cache``.
 
     Yields:

@@ -115,6 +115,11 @@ class Options:
         NumberKind("tokens", 1, 1 << 21, is_whole=True),
         "Shorter prompts are not stored.",
     )
+    checkpoint_min_tokens: int = _option(
+        _RAM.checkpoint_min_tokens,
+        NumberKind("tokens", 1, 1 << 21, is_whole=True),
+        "Of models with recurrent state: a snapshot so close behind another is not stored.",
+    )
     pressure_target: float = _option(
         _RAM.pressure_target,
         NumberKind("", 0.0, 1.0),

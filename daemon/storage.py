@@ -36,6 +36,7 @@ class Storage:
                 segment_max_bytes=config.segment_max_bytes,
                 segment_min_tokens=config.segment_min_tokens,
                 put_min_tokens=options.put_min_tokens,
+                checkpoint_min_tokens=options.checkpoint_min_tokens,
                 idle_seconds=options.idle_seconds,
                 promote=options.promote,
                 write_policy=options.write_policy,

@@ -124,6 +124,7 @@ def test_every_option_reaches_the_actors(tmp_path: Path) -> None:
         retention="lru", namespace_quota=0.25, promote="never", idle_seconds=7.0,
         write_policy="second-hit",
         label_ttl_seconds=8.0, claim_min_tokens=9, put_min_tokens=10, pressure_target=0.125,
+        checkpoint_min_tokens=11,
     )  # fmt: skip
     for one in dataclasses.fields(Options):
         assert getattr(changed, one.name) != one.default, one.name
@@ -132,6 +133,7 @@ def test_every_option_reaches_the_actors(tmp_path: Path) -> None:
     for name in (
         "namespace_quota", "promote", "idle_seconds", "label_ttl_seconds", "claim_min_tokens",
         "put_min_tokens", "pressure_target", "retention", "ram_bytes", "ssd_bytes",
+        "checkpoint_min_tokens",
     ):  # fmt: skip
         assert getattr(told, name) == getattr(changed, name), name
     ssd = storage.statistics_sources["ssd_tier"]()

@@ -236,7 +236,7 @@ def small_config(**changes: Any) -> RamConfig:
     """A configuration for tests: no minimum put, segments of at most a few tokens."""
     settings: dict[str, Any] = {
         "ram_bytes": 1 << 30, "put_min_tokens": 1, "segment_min_tokens": 4,
-        "claim_min_tokens": 1 << 20,
+        "claim_min_tokens": 1 << 20, "checkpoint_min_tokens": 1,
     }  # fmt: skip
     return RamConfig(**{**settings, **changes})
 

@@ -67,7 +67,8 @@ class DaemonProcess:
         command = [
             sys.executable, "-m", "prefixcached.daemon.cli", "serve",
             "--socket", str(self.socket), "--state-dir", str(self.state_dir),
-            "--ssd-bytes", "0", *self._options,
+            # The tests' prompts are shorter than what is worth a snapshot by default (E11).
+            "--ssd-bytes", "0", "--checkpoint-min-tokens", "1", *self._options,
         ]  # fmt: skip
         with self.log_file.open("ab") as log:
             self._process = subprocess.Popen(
