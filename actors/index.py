@@ -293,6 +293,17 @@ class Index:
             self.lost.append(entry)
             self._offer_to_victims(entry)
 
+    def lose_all_files(self) -> int:
+        """Their directory was deleted: nothing counts as held on SSD; return the images lost."""
+        files = [entry for entry in self.entries.values() if entry.file is not None]
+        for entry in files:
+            if entry.attached:  # not gone yet with what it hung on
+                self.lose_file(entry)
+        for file in self.unattached.values():
+            self.ssd.remove("other", file.allocated_bytes)
+        self.unattached.clear()
+        return len(files)
+
     def remove(self, entry: Entry) -> None:
         """Take ``entry`` and all that hangs on it out of the tree, for both tiers.
 

@@ -155,6 +155,10 @@ class RamTier:
             case inner.DiskChanged(healthy=healthy, reason=reason, other_bytes=other):
                 self.index.set_other_bytes(other)
                 self.writes.disk_changed(healthy=healthy, reason=reason, now=now)
+            case inner.Synced(sync=sync):
+                self.writes.synced(sync, now)
+            case inner.FilesLost():
+                log.warning("files-lost", images=self.index.lose_all_files())
             case inner.TrashEmptied(allocated_bytes=nbytes, done=done):
                 self.index.trash_emptied(nbytes, done=done)
             case inner.NamespaceCleared(epoch=epoch, error=error):

@@ -14,6 +14,7 @@ COUNTERS = (
     "deletions",
     "deletions_failed",
     "clears",
+    "directories_lost",
     "trash_emptied_bytes",
     "loaded_files",
     "damaged_files",
@@ -52,6 +53,7 @@ class SsdTierStatistics(msgspec.Struct, frozen=True):
     deletions: int
     deletions_failed: int
     clears: int
+    directories_lost: int
     trash_emptied_bytes: int
     loaded_files: int
     damaged_files: int

@@ -29,10 +29,12 @@ from prefixcached.protocol.actor_messages import (
     DiskChanged,
     DropOthers,
     Envelope,
+    FilesLost,
     Loaded,
     NamespaceCleared,
     ScanDirectory,
     SyncAll,
+    Synced,
     TrashEmptied,
     WriteImage,
     Written,
@@ -91,6 +93,7 @@ class SsdTier:
         self._retry_at = 0.0
         self._wanted_bytes = 0
         self._failed_clears: list[Envelope] = []
+        self._syncs: list[int] = []
         self._scan_wanted = False
         self._is_loading = False
         self._scanned_paths: set[str] = set()
@@ -164,9 +167,10 @@ class SsdTier:
             case ClearNamespace(namespace=namespace):
                 for dropped in self._queue.add_clear(envelope, namespace):
                     await self._cancelled(dropped.header.id)
-            case SyncAll():
+            case SyncAll(sync=sync):
                 self._queue.hurry()
                 self._drain_device = True
+                self._syncs.append(sync)
             case DropOthers(wanted_bytes=wanted_bytes):
                 self._others_wanted_bytes += wanted_bytes
             case _:
@@ -179,8 +183,12 @@ class SsdTier:
         while True:
             self._wake = trio.Event()
             now = trio.current_time()
-            if self._others_differ:
+            if self._store.has_lost_files:
+                await self._report_lost_files()
+            elif self._others_differ:
                 await self._report_disk()
+            elif self._syncs:
+                await self._sync()
             elif self._failure and now >= self._retry_at and not self._is_draining:
                 await self._probe()
             elif self._scan_wanted and not self._failure and not self._is_draining:
@@ -263,6 +271,7 @@ class SsdTier:
             await self._report(Written(id_, error=self._failure, retry=True))
         else:
             self._back_off.succeeded()
+            await self._report_lost_files()
             self._counters["writes"] += 1
             self._counters["written_bytes"] += entry.allocated_bytes
             self._write_seconds += trio.current_time() - started
@@ -314,6 +323,25 @@ class SsdTier:
         self._counters["clears"] += 1
         self._trash_at = trio.current_time()
         await self._report(NamespaceCleared(message.namespace, message.epoch))
+
+    async def _sync(self) -> None:
+        """Tell RamTier whether the directory still stands; it may have been deleted (rule D7)."""
+        syncs, self._syncs = self._syncs, []
+        if not self._failure:
+            try:
+                await self._in_thread(self._store.prepare)
+            except OSError as error:
+                await self._fail(error)
+        await self._report_lost_files()
+        for sync in syncs:
+            await self._report(Synced(sync))
+
+    async def _report_lost_files(self) -> None:
+        """Before any outcome in the directory that was made anew."""
+        if self._store.has_lost_files:
+            self._store.has_lost_files = False
+            self._counters["directories_lost"] += 1
+            await self._report(FilesLost())
 
     async def _empty_trash(self) -> None:
         try:

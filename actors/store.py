@@ -86,6 +86,9 @@ class Store:
         self._waste = Waste(self.directory, quarantine)
         self._min_free_bytes = min_free_bytes
         self._reached = crash_point
+        self._was_prepared = False
+        self.has_lost_files = False
+        """Set when the directory of all files had to be made again; the owner resets it (D7)."""
 
     @property
     def waste(self) -> Waste:
@@ -99,8 +102,15 @@ class Store:
 
     def prepare(self) -> None:
         """Make the directory usable and lock it; errors as `Directory.prepare`."""
-        for part in self.directory.prepare():
+        if SEGMENTS in self._prepare() and self._was_prepared:
+            self.has_lost_files = True
+        self._was_prepared = True
+
+    def _prepare(self) -> tuple[str, ...]:
+        created = self.directory.prepare()
+        for part in created:
             self._waste.forget(f"{part}/")
+        return created
 
     def close(self) -> None:
         """Give up the lock."""
@@ -299,7 +309,7 @@ class Store:
             self.prepare()
             self._move_to_trash(namespace, target)
         if namespace is None:
-            self.prepare()
+            self._prepare()
 
     def _move_to_trash(self, namespace: str | None, target: str) -> None:
         above = () if namespace is None else (SEGMENTS,)

@@ -27,12 +27,14 @@ USES_TO_WRITE: Final = {"always": 0, "second-hit": 2}
 
 @dataclass(slots=True, eq=False)
 class FlushWait:
-    """A flush that waits for ``remaining`` images."""
+    """A flush that waits for ``remaining`` images, once SsdTier has answered ``sync``."""
 
     session: int
     answer: Answer
+    sync: int
     remaining: set[str]
     deadline: float
+    is_synced: bool = False
     written: int = 0
     skipped: int = 0
     failed: int = 0
@@ -97,18 +99,32 @@ class WriteDesk:
         self._queue.append((entry, now + self._shared.config.write_delay_seconds))
 
     def flush(self, session: int, flush: Flush, answer: Answer, now: float) -> None:
-        """Answer once everything visible is durable, or cannot be made so (rule P8)."""
+        """Answer once everything visible is durable, or cannot be made so (rule P8).
+
+        SsdTier says first whether what was written before is still there.
+        """
+        number = next(self._shared.numbers)
+        self._flushes.append(
+            FlushWait(session, answer, number, set(), now + flush.seconds_left * MARGIN)
+        )
+        if self._index.ssd_on:
+            self._shared.orders.ssd(SyncAll(number))
+        else:
+            self.synced(number, now)
+
+    def synced(self, number: int, now: float) -> None:
+        """SsdTier has looked at its directory: from here on a flush waits for writes alone."""
+        wait = next((wait for wait in self._flushes if wait.sync == number), None)
+        if wait is None:  # its client is gone, or its time was over
+            return
+        wait.is_synced = True
         unwritten = [e for e in self._index.entries.values() if e.file is None]
         self.enqueue(unwritten, now)
-        if self._index.ssd_on:
-            self._shared.orders.ssd(SyncAll())  # before the writes that it is to make durable
-        wait = FlushWait(session, answer, set(), now + flush.seconds_left * MARGIN)
         for entry in unwritten:
             if entry.write in (WriteState.QUEUED, WriteState.WRITING):
                 wait.remaining.add(entry.id)
             else:
-                wait.skipped += 1
-        self._flushes.append(wait)
+                self._count_refusal(wait)
         self._answer_flushes(now)
 
     def client_gone(self, session: int) -> None:
@@ -208,7 +224,14 @@ class WriteDesk:
     def _refuse(self, entry: Entry) -> None:
         self.refused += 1
         self._index.set_write(entry, WriteState.REFUSED)
-        self._settle(entry, "skipped")
+        self._settle(entry, "skipped" if self.disk_healthy else "failed")
+
+    def _count_refusal(self, wait: FlushWait) -> None:
+        """What a failing disk prevents has failed; what caps, budget and policy prevent has not."""
+        if self.disk_healthy:
+            wait.skipped += 1
+        else:
+            wait.failed += 1
 
     def _pass_on(self, entry: Entry) -> None:
         """``entry`` left before it was written: a flush waits for what has taken its place."""
@@ -232,13 +255,14 @@ class WriteDesk:
     def _answer_flushes(self, now: float) -> None:
         waiting: list[FlushWait] = []
         for wait in self._flushes:
-            if wait.remaining and now < wait.deadline:
+            is_done = wait.is_synced and not wait.remaining
+            if not is_done and now < wait.deadline:
                 waiting.append(wait)
             else:
                 wait.answer.set(
                     Flushed(
                         written=wait.written, skipped=wait.skipped, failed=wait.failed,
-                        complete=not wait.remaining,
+                        complete=is_done,
                     )
                 )  # fmt: skip
         self._flushes = waiting

@@ -153,6 +153,16 @@ class Loaded(ActorMessage, frozen=True, tag="loaded"):
     damaged: int = 0
 
 
+class Synced(ActorMessage, frozen=True, tag="synced"):
+    """The answer to `SyncAll`: what files were lost without anybody's doing was told before."""
+
+    sync: int
+
+
+class FilesLost(ActorMessage, frozen=True, tag="files-lost"):
+    """The directory of all files that RamTier knows was deleted under the daemon (rule D7)."""
+
+
 class DiskChanged(ActorMessage, frozen=True, tag="disk-changed"):
     """The disk began or ceased to fail, or its other bytes changed (rule D7)."""
 
@@ -228,7 +238,12 @@ class ClearNamespace(ActorMessage, frozen=True, tag="clear-namespace"):
 
 
 class SyncAll(ActorMessage, frozen=True, tag="sync-all"):
-    """Start pending writes at once instead of waiting for their delay (a flush waits)."""
+    """Start pending writes at once instead of waiting for their delay (a flush waits).
+
+    Once SsdTier has looked whether its directory still stands, it answers `Synced` with ``sync``.
+    """
+
+    sync: int = 0
 
 
 class DropOthers(ActorMessage, frozen=True, tag="drop-others"):

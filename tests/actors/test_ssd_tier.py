@@ -30,10 +30,12 @@ from prefixcached.protocol.actor_messages import (
     DropOthers,
     Envelope,
     FileEntry,
+    FilesLost,
     Loaded,
     NamespaceCleared,
     ScanDirectory,
     SyncAll,
+    Synced,
     TrashEmptied,
     WriteImage,
     Written,
@@ -536,6 +538,26 @@ async def test_a_directory_deleted_while_running(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "state")
         entry = await desk.written(segment(seed=2))
         assert file_of(desk, entry).exists()
+        heard = [type(message) for message in desk.all]
+        assert heard.index(FilesLost) == len(heard) - 1 - heard[::-1].index(Written) - 1
+
+
+async def test_a_flush_finds_that_the_directory_was_deleted(tmp_path: Path) -> None:
+    """D7, P8: all files are told to be lost before the flush goes on; a clear loses none."""
+    async with running(tmp_path / "state") as desk:
+        await desk.written(segment(seed=1))
+        await desk.tell(SyncAll(1))
+        assert (await desk.hear(Synced)).sync == 1
+        await desk.tell(ClearNamespace(None, 1))
+        await desk.hear(NamespaceCleared)
+        await desk.tell(SyncAll(2))
+        await desk.hear(Synced)
+        assert not desk.heard_of(FilesLost)
+        shutil.rmtree(tmp_path / "state")
+        await desk.tell(SyncAll(3))
+        await desk.hear(Synced)
+        assert len(desk.heard_of(FilesLost)) == 1
+        assert desk.tier.statistics().directories_lost == 1
 
 
 async def test_a_start_without_a_directory(tmp_path: Path) -> None:

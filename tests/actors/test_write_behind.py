@@ -1,11 +1,12 @@
 """Write-behind, flush, deletions, what supersedes what (rules P8, E4, E5, D5, D6, D8, D11)."""
 
+import random
 from typing import Any
 
 import pytest
 
 from prefixcached.protocol import messages as wire
-from prefixcached.protocol.actor_messages import DeleteFile, WriteImage
+from prefixcached.protocol.actor_messages import DeleteFile, FilesLost, Synced, WriteImage
 from tests.support.core import PAGE, Core, small_config
 from tests.support.core_checks import check_core, check_disk_idle
 from tests.support.core_client import Client, sequence
@@ -85,8 +86,46 @@ def test_a_flush_counts_failures_and_skips() -> None:
     disk.step()
     assert slot.reply == wire.Flushed(written=1, skipped=0, failed=1)
     disk.set_healthy(False)
-    assert client.flush().reply == wire.Flushed(written=0, skipped=1, failed=0)
+    assert client.flush().reply == wire.Flushed(written=0, skipped=0, failed=1)
     assert core.writes.failed == 1
+    client.store(sequence(10, 3))
+    assert client.flush().reply == wire.Flushed(written=0, skipped=0, failed=2)
+
+
+def test_a_flush_learns_first_that_all_files_are_gone() -> None:
+    """D7, P8: what was durable in a directory that was deleted is written again."""
+    core, disk, client = two_tiers()
+    client.store(sequence(10, 1))
+    client.store(sequence(10, 2))
+    client.flush()
+    disk.settle()
+    core.index.drop_memory(next(iter(core.index.entries.values())))
+    core.auto_sync = False
+    slot = client.flush()
+    assert slot.reply is None
+    disk.files.clear()
+    core.send(FilesLost())
+    assert core.index.ssd.bytes_by_state["durable"] == 0
+    assert len(core.index.entries) == 1
+    core.send(Synced(core.syncing.pop()))
+    disk.settle()
+    assert slot.reply == wire.Flushed(written=1, skipped=0, failed=0)
+    check_core(core)
+
+
+def test_files_without_a_place_go_with_the_directory_too() -> None:
+    """D7, D10: nothing of a deleted directory stays charged."""
+    core, disk, client = two_tiers(segment_max_bytes=4000)
+    client.store(sequence(20))
+    client.flush()
+    disk.settle()
+    disk.lose(next(path for path, file in disk.files.items() if file.entry.header.spec.start == 0))
+    later = Core(core.config, is_loaded=False)
+    disk.restart(later, random.Random(1))
+    assert later.index.unattached
+    later.send(FilesLost())
+    assert later.index.ssd.bytes == 0
+    check_core(later)
 
 
 def test_a_flush_that_runs_out_of_time_is_incomplete() -> None:

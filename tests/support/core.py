@@ -21,6 +21,8 @@ from prefixcached.protocol.actor_messages import (
     Freed,
     Loaded,
     Sealed,
+    SyncAll,
+    Synced,
 )
 from prefixcached.protocol.image import ImageSpec
 from prefixcached.protocol.messages import Reply
@@ -124,9 +126,9 @@ class LivelockError(AssertionError):
 class Core(RamTier):
     """RamTier, driven by hand.
 
-    Orders wait in ``to_ssd``, ``to_prefetcher``, ``sealing`` and ``freeing``. With ``auto_seal``
-    and ``auto_free`` (the default) the last two are carried out within the same step. Memory is
-    refused once ``memories_left`` images have been made.
+    Orders wait in ``to_ssd``, ``to_prefetcher``, ``sealing``, ``freeing`` and ``syncing``. With
+    ``auto_seal``, ``auto_free`` and ``auto_sync`` (the default) the last three are carried out
+    within the same step. Memory is refused once ``memories_left`` images have been made.
     """
 
     def __init__(
@@ -139,10 +141,12 @@ class Core(RamTier):
         super().__init__(config or small_config(), create_memory=self.create_memory)
         self.clock = 1000.0
         self.auto_seal, self.auto_free = auto_seal, auto_free
+        self.auto_sync = True
         self.to_ssd: list[Envelope] = []
         self.to_prefetcher: list[Envelope] = []
         self.sealing: list[tuple[int, Sequence[Memory]]] = []
         self.freeing: list[tuple[Memory, int]] = []
+        self.syncing: list[int] = []
         self._depth = 0
         self._set_loading(self.config.ssd_bytes > 0)
         if is_loaded and self.config.ssd_bytes:
@@ -159,7 +163,10 @@ class Core(RamTier):
     # -- orders, recorded -----------------------------------------------------------------------
 
     def ssd(self, message: ActorMessage, handle: Any = None) -> None:
-        self.to_ssd.append(Envelope(message, handle))
+        if isinstance(message, SyncAll):
+            self.syncing.append(message.sync)
+        else:
+            self.to_ssd.append(Envelope(message, handle))
 
     def prefetcher(self, message: ActorMessage, handle: Any = None) -> None:
         self.to_prefetcher.append(Envelope(message, handle))
@@ -183,6 +190,8 @@ class Core(RamTier):
         if self.auto_seal:
             while self.sealing:
                 self.finish_seal()
+        while self.auto_sync and self.syncing:
+            self.send(Synced(self.syncing.pop(0)))
 
     def call(self, session: int, request: wire.AnyRequest) -> Slot:
         slot = Slot()

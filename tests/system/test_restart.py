@@ -1,5 +1,6 @@
 """What was flushed is served after kill -9, whatever kind of layer it belongs to."""
 
+import shutil
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -48,6 +49,24 @@ def test_what_was_flushed_survives_a_kill(stored: DaemonProcess, kinds: tuple[st
             assert hit
             assert (hit.length, hit.tier) == (length, "ssd")
             derived_kv.assert_derived(hit.kv, prompt[:length], kinds)
+
+
+def test_a_flush_after_the_directory_was_deleted_writes_everything_again(
+    stored: DaemonProcess,
+) -> None:
+    """D7, P8: whoever deletes the files of a running daemon loses nothing that RAM still has."""
+    prompt = derived_kv.tokens(600, seed=3)
+    with connect(socket=stored.socket, fail_open=False) as cache:
+        assert cache.put(prompt, derived_kv.caches(prompt), namespace="n")
+        assert cache.flush().failed == 0
+        shutil.rmtree(stored.state_dir)
+        assert cache.flush().written > 0
+        stored.kill()
+        stored.start()
+        wait_until_loaded(cache)
+        hit = cache.take([*prompt, 7], namespace="n")
+        assert hit
+        derived_kv.assert_derived(hit.kv, prompt)
 
 
 def test_a_second_hit_on_ssd_brings_it_into_ram(stored: DaemonProcess) -> None:

@@ -137,30 +137,30 @@ def test_processes_that_wait_survive_their_daemon(
 def test_four_processes_prefill_300_tokens_of_smollm2_once(
     daemon: DaemonProcess, smollm2: Path
 ) -> None:
-    """Q3: with the real model, and with the death of the first one in mid-prefill."""
+    """Q3: with the real model; started together, and with the first one killed in mid-prefill."""
     tokens = 300
-    with (
-        processes(
+
+    def four() -> contextlib.AbstractContextManager[list[PrefillProcess]]:
+        return processes(
             daemon, PROCESSES, model=str(smollm2), tokens=tokens,
             environment=openblas_environment(),
-        ) as (first, *others),
-        connect(socket=daemon.socket) as cache,
-    ):  # fmt: skip
-        first.tell("stop")
-        first.expect("fetched")
-        first.expect("forwarded")
-        for process in others:
-            process.tell()
-        until(lambda: ram_tier(cache)["takes_waiting"] == len(others))
-        first.kill()
-        done = [finished(process) for process in others]
-    assert sum(report["forwarded"] for report in done) == tokens + len(others) - 1
-    assert len({report["logits"] for report in done}) == 1
-    with processes(
-        daemon, PROCESSES, model=str(smollm2), tokens=tokens + 20,
-        environment=openblas_environment(),
-    ) as started:  # fmt: skip
-        for process in started:
-            process.tell()
-        later = [finished(process) for process in started]
-    assert len({report["logits"] for report in later}) == 1
+        )  # fmt: skip
+
+    with connect(socket=daemon.socket) as cache:
+        with four() as started:
+            for process in started:
+                process.tell()
+            together = [finished(process) for process in started]
+        cache.clear()
+        with four() as (first, *others):
+            first.tell("stop")
+            first.expect("fetched")
+            first.expect("forwarded")
+            for process in others:
+                process.tell()
+            until(lambda: ram_tier(cache)["takes_waiting"] == len(others))
+            first.kill()
+            left = [finished(process) for process in others]
+    assert sum(report["forwarded"] for report in together) == tokens + PROCESSES - 1
+    assert sum(report["forwarded"] for report in left) == tokens + len(others) - 1
+    assert len({report["logits"] for report in (*together, *left)}) == 1
