@@ -37,14 +37,20 @@ def integers(array: mx.array) -> NDArray[Any]:
     Through integers, because numpy has no bfloat16. The view has the array's shape; its strides
     are the buffer's, contiguous or not.
     """
-    return np.array(array.view(_UNSIGNED[array.itemsize]), copy=False)
+    return all_integers([array])[0]
 
 
 def all_integers(arrays: Sequence[mx.array]) -> list[NDArray[Any]]:
     """Return `integers` of each array. MLX's worker is waited for once, not for every array."""
-    views = [array.view(_UNSIGNED[array.itemsize]) for array in arrays]
-    mx.eval(views)
-    return [np.array(view, copy=False) for view in views]
+    # MLX 0.32 on CUDA ends the process when it is asked for the memory of an empty array.
+    views = [array.view(_UNSIGNED[array.itemsize]) if array.size else None for array in arrays]
+    mx.eval([view for view in views if view is not None])
+    return [
+        np.array(view, copy=False)
+        if view is not None
+        else np.empty(array.shape, f"u{array.itemsize}")
+        for array, view in zip(arrays, views, strict=True)
+    ]
 
 
 def flat_bytes(view: NDArray[Any]) -> memoryview:
