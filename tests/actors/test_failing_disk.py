@@ -16,7 +16,8 @@ from prefixcached.actors.filesystem import FileSystem
 from prefixcached.actors.mailbox import ReplySlot
 from prefixcached.actors.prefetcher import Prefetcher
 from prefixcached.actors.ram_tier import RamTier
-from prefixcached.actors.ssd_tier import SsdTier, SsdTierConfig
+from prefixcached.actors.ssd_settings import SsdTierConfig
+from prefixcached.actors.ssd_tier import SsdTier
 from prefixcached.actors.store import Store
 from prefixcached.protocol import messages as wire
 from prefixcached.protocol.actor_messages import Call, Envelope
