@@ -10,6 +10,7 @@ import importlib.metadata
 import inspect
 import json
 import sys
+from pathlib import Path
 from typing import Any, Final
 
 import mlx.core as mx
@@ -47,17 +48,20 @@ def namespace(model_fingerprint: str, kv_format: str, salt: str = "") -> str:
 def fingerprint(model: nn.Module) -> str:
     """Return a digest of everything in ``model`` that its KV depends on.
 
-    That is: every parameter, seen as integers and summed along two axes; the plain attributes of
-    each layer (an adapter's scale, for one); ``model.args``; the source of the model's class,
-    which may come from the model's own folder; the version of mlx-lm. Takes one pass over the
-    weights at about memory speed.
+    That is: every parameter, seen as integers and summed along two axes; the plain attributes and
+    arguments of each layer (an adapter's scale, for one) and of the model; the source of their
+    classes, which may come from the model's own folder; the version of mlx-lm. Takes one pass over
+    the weights at about memory speed.
     """
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     _add(digest, importlib.metadata.version("mlx-lm").encode())
     _add(digest, _plain(getattr(model, "args", None)).encode())
-    _add(digest, _source(type(model)).encode())
+    modules = sorted(model.named_modules(), key=lambda item: item[0])
+    for source in sorted({_source(cls) for cls in {type(module) for _, module in modules}}):
+        _add(digest, source.encode())
+    told: dict[int, str] = {}
     sums: list[mx.array] = []
-    for name, module in sorted(model.named_modules(), key=lambda item: item[0]):
+    for name, module in modules:
         _add(digest, f"{name}={type(module).__module__}.{type(module).__qualname__}".encode())
         for key, value in sorted({**vars(module), **module}.items()):
             # What begins with an underscore is derived from the rest, some of it at first use.
@@ -68,6 +72,11 @@ def fingerprint(model: nn.Module) -> str:
                 sums += _sums(value)
             elif _is_plain(value):
                 _add(digest, f"{key}={value!r}".encode())
+            elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+                # Some models keep their arguments as `config`; layers often share one object.
+                if id(value) not in told:
+                    told[id(value)] = _plain(value)
+                _add(digest, f"{key}={told[id(value)]}".encode())
     mx.eval(sums)
     for array in sums:
         _add(digest, np.array(array).tobytes())
@@ -109,6 +118,9 @@ def _sums(array: mx.array) -> list[mx.array]:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(_is_plain(item) for item in value)
+    # Not a subclass: layers are dicts too.
+    if type(value) is dict:
+        return all(_is_plain(part) for item in value.items() for part in item)
     return value is None or isinstance(value, bool | int | float | str)
 
 
@@ -121,7 +133,20 @@ def _plain(args: Any) -> str:
 
 
 def _source(cls: type) -> str:
-    """Return the source of the module that defines ``cls``, else of the class, else nothing."""
+    """Return the source of the file that defines ``cls``, else of the class, else nothing.
+
+    The file is asked from the class's own code: mlx-lm loads a model's own folder as a module that
+    nothing else can find by its name.
+    """
+    if cls.__module__.startswith("mlx.nn"):
+        return ""
+    for function in vars(cls).values():
+        code = getattr(function, "__code__", None)
+        try:
+            if code is not None:
+                return Path(code.co_filename).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue
     for item in (sys.modules.get(cls.__module__), cls):
         try:
             if item is not None:

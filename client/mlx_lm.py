@@ -1,34 +1,25 @@
 """mlx-lm's `generate` and `stream_generate` over the shared cache.
 
-Nothing here outlives one generation. Bypassed, so that the answer stays right, are draft models,
-logits processors (they would see only the tokens that are forwarded) and input embeddings (tokens
-do not tell what was forwarded).
+Input embeddings bypass the cache, so that the answer stays right: tokens do not tell what was
+forwarded.
 """
 
-import dataclasses
-import logging
 import sys
-import threading
-import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import (
-    DEFAULT_QUANTIZED_KV_START,
-    GenerationResponse,
-    generation_stream,
-    maybe_quantize_kv_cache,
-)
+from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.generate import stream_generate as plain_stream_generate
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from prefixcached.client.cache import Cache
-from prefixcached.client.prompt_cache import FetchedKv, PromptCache
+from prefixcached.client.generation import Generation, Responses, Side, check_speculation
+from prefixcached.client.prompt_cache import PromptCache
+from prefixcached.client.shared_prompt_cache import SharedPromptCache
 
-_PREFILL_STEP_SIZE: Final = 2048
-"""mlx-lm's default."""
+__all__ = ["SharedPromptCache", "generate", "stream_generate"]
 
 _KV_DEFAULTS: Final[dict[str, Any]] = {
     "max_kv_size": None,
@@ -37,10 +28,6 @@ _KV_DEFAULTS: Final[dict[str, Any]] = {
     "quantized_kv_start": DEFAULT_QUANTIZED_KV_START,
 }
 """The options of mlx-lm that the format of KV depends on, and its defaults."""
-
-_logger = logging.getLogger(__name__)
-
-Responses = Generator[GenerationResponse, None, None]
 
 
 def stream_generate(
@@ -51,6 +38,7 @@ def stream_generate(
     draft_model: nn.Module | None = None,
     *,
     cache: Cache | PromptCache | None = None,
+    draft_cache: PromptCache | None = None,
     wait: float = 0.0,
     session: str | None = None,
     checkpoints: Iterable[int] = (),
@@ -67,28 +55,29 @@ def stream_generate(
         tokenizer: As mlx-lm's.
         prompt: As mlx-lm's: text, or token ids.
         max_tokens: As mlx-lm's.
-        draft_model: As mlx-lm's; the cache is bypassed then.
+        draft_model: As mlx-lm's. Its KV is shared apart from the model's, which serves
+            generations without a draft model as well.
         cache: From `prefixcached.client.connect`, or a `PromptCache` of this very model, which
             saves reading the weights for each call. None generates as mlx-lm alone does.
+        draft_cache: A `PromptCache` of ``draft_model``, to the same end.
         wait: Seconds to wait for a process that is computing this prompt right now.
         session: A name for the conversation.
         checkpoints: Further positions of the prompt at which to share the KV. Worth it for models
             with recurrent state, which can only be resumed where it was stored; the daemon leaves
             out one that is close behind another (`checkpoint_min_tokens`).
-        **options: All others of `mlx_lm.generate.generate_step`, but ``prompt_cache``.
+        **options: All others of `mlx_lm.generate.generate_step`, but ``prompt_cache``. Logits
+            processors see the whole prompt, also where it is reused.
 
     Yields:
         mlx-lm's responses; ``prompt_tokens`` and progress count the whole prompt, and
         ``prompt_tps`` the tokens that were forwarded.
 
     Raises:
-        ValueError: ``prompt_cache`` was given beside ``cache``, or options contradict ``cache``.
+        ValueError: ``prompt_cache`` was given beside ``cache``, options contradict ``cache``, or
+            the KV of the model or its draft model does not come right out of mlx-lm's speculative
+            decoding.
     """
-    bypass = (
-        draft_model is not None
-        or bool(options.get("logits_processors"))
-        or options.get("input_embeddings") is not None
-    )
+    bypass = options.get("input_embeddings") is not None
     tokens = [] if cache is None or bypass else _token_ids(tokenizer, prompt)
     if cache is not None and options.get("prompt_cache") is not None:
         raise ValueError("cache= brings its own caches: leave prompt_cache= out, or cache=")
@@ -99,7 +88,15 @@ def stream_generate(
                 model, tokenizer, cast(Any, prompt), max_tokens, draft_model, **options
             ),
         )
-    generation = _Generation(model, tokens, _prompt_cache(model, cache, options), session, options)
+    if draft_model is not None:
+        # As mlx-lm: it ignores the size when it speculates.
+        options.pop("max_kv_size", None)
+    caches = [_prompt_cache(model, cache, options)]
+    if draft_model is not None:
+        caches.append(_prompt_cache(draft_model, draft_cache or caches[0].cache, options))
+        for each in caches:
+            check_speculation(each)
+    generation = Generation([Side(each) for each in caches], tokens, session, options)
     return generation.run(tokenizer, max_tokens, wait, checkpoints)
 
 
@@ -127,103 +124,6 @@ def generate(
             f"Peak memory: {response.peak_memory:.3f} GB\n"
         )
     return text
-
-
-class _Generation:
-    """One generation: its tokens, its caches, and what of them is shared already."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        tokens: list[int],
-        shared: PromptCache,
-        session: str | None,
-        options: dict[str, Any],
-    ) -> None:
-        self._model = model
-        self._tokens = tokens
-        self._shared = shared
-        self._session = session
-        self._options = options
-        self._report: Callable[[int, int], None] = options.pop(
-            "prompt_progress_callback", None
-        ) or (lambda *_: None)
-        self._kv = FetchedKv([], [])
-        self._stored = 0
-        self._thread = threading.get_ident()
-
-    def run(
-        self, tokenizer: Any, max_tokens: int, wait: float, checkpoints: Iterable[int]
-    ) -> Responses:
-        tokens, last = self._tokens, len(self._tokens) - 1
-        self._kv, reused = self._shared.fetch(tokens, wait=wait, session=self._session)
-        self._stored = done = reused
-        for position in sorted(set(checkpoints)):
-            if done < position < last:
-                self._prefill(done, position)
-                self._store(tokens[:position])
-                done = position
-
-        start = time.perf_counter()
-
-        def progress(processed: int, total: int) -> None:
-            self._report(done + processed, len(tokens))
-            if processed == total - 1:
-                self._shared.note_prefill(processed, time.perf_counter() - start)
-                self._store(tokens[:last])
-
-        responses = plain_stream_generate(
-            self._model,
-            tokenizer,
-            mx.array(tokens[done:]),
-            max_tokens,
-            prompt_cache=self._kv,
-            prompt_progress_callback=progress,
-            **self._options,
-        )
-        produced: list[int] = []
-        is_whole = False
-        try:
-            for response in responses:
-                produced.append(response.token)
-                yield dataclasses.replace(response, prompt_tokens=len(tokens))
-            is_whole = True
-        except GeneratorExit:
-            is_whole = True
-            raise
-        finally:
-            responses.close()
-            # Arrays belong to the thread that made them; a collector may close us on another.
-            if is_whole and threading.get_ident() == self._thread:
-                self._store(tokens + produced)
-            self._kv.drop_claim()
-
-    def _prefill(self, start: int, end: int) -> None:
-        """Forward tokens [start, end) as mlx-lm's `generate_step` does."""
-        step = self._options.get("prefill_step_size", _PREFILL_STEP_SIZE)
-        with mx.stream(self._options.get("stream", generation_stream)):
-            while start < end:
-                stop = min(start + step, end)
-                self._report(start, len(self._tokens))
-                self._model(mx.array(self._tokens[start:stop])[None], cache=self._kv)
-                maybe_quantize_kv_cache(
-                    self._kv,
-                    self._options["quantized_kv_start"],
-                    self._options["kv_group_size"],
-                    self._options["kv_bits"],
-                )
-                mx.eval([cache.state for cache in self._kv])
-                mx.clear_cache()
-                start = stop
-
-    def _store(self, tokens: list[int]) -> None:
-        if len(tokens) <= self._stored:
-            return
-        self._stored = len(tokens)
-        try:
-            self._shared.store(tokens, self._kv, session=self._session)
-        except ValueError as error:
-            _logger.warning("the KV of %d tokens is not shared: %s", len(tokens), error)
 
 
 def _prompt_cache(

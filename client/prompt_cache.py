@@ -32,6 +32,11 @@ class FetchedKv(list[Any]):
         super().__init__(caches)
         self._taken = taken
 
+    @property
+    def misses(self) -> tuple[str, ...]:
+        """Why there is nothing, for each namespace that was asked and had nothing (rule T9)."""
+        return tuple(result.reason for result in self._taken if isinstance(result, Miss))
+
     def drop_claim(self) -> None:
         """Say that the rest of the prompt will not be computed here after all."""
         for result in self._taken:
@@ -86,6 +91,11 @@ class PromptCache:
             _logger.warning("KV of this model is not shared: %s", error)
             return
         self._namespaces = (plain,) if kv_bits is None else (quantised, plain)
+
+    @property
+    def cache(self) -> Cache:
+        """The cache that it was made with."""
+        return self._cache
 
     def fresh(self) -> list[Any]:
         """Return empty caches for this model."""

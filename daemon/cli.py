@@ -14,6 +14,7 @@ from prefixcached.daemon.commands.doctor import doctor
 from prefixcached.daemon.commands.explain import explain
 from prefixcached.daemon.commands.flush import flush
 from prefixcached.daemon.commands.listing import list_tree
+from prefixcached.daemon.commands.mlx_lm_server import mlx_lm_server
 from prefixcached.daemon.commands.serve import serve
 from prefixcached.daemon.commands.service import service
 from prefixcached.daemon.commands.status import status
@@ -37,6 +38,7 @@ main.add_command(show_config)
 main.add_command(doctor)
 main.add_command(service)
 main.add_command(demo)
+main.add_command(mlx_lm_server)
 
 if __name__ == "__main__":
     main()

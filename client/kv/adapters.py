@@ -186,12 +186,8 @@ class StateAdapter(Adapter):
 
     def read(self, cache: Any) -> Leaf:
         """Take every attribute, arrays and plain values alike."""
-        try:
-            attributes = vars(cache)
-        except TypeError:
-            raise UnsupportedCacheError(
-                f"{type(cache).__qualname__} has no __dict__: register an adapter for it"
-            ) from None
+        _check_attributes_are_all(type(cache))
+        attributes = vars(cache)
         for name in ("lengths", "left_padding"):
             if attributes.get(name) is not None:
                 raise UnsupportedCacheError(f"the cache has {name}: {BATCH_ADVICE}")
@@ -215,6 +211,29 @@ class StateAdapter(Adapter):
         cache = object.__new__(target.cls)
         vars(cache).update({name: trees.decode(tree, arrays) for name, tree in state.items()})
         return cache
+
+
+def _check_attributes_are_all(cls: type) -> None:
+    """Raise UnsupportedCacheError if an instance holds more than its ``__dict__``.
+
+    Such is a class with slots, or one that extends a list, say: its items would be lost.
+    """
+    slots = [name for base in cls.__mro__ for name in _slots(base)]
+    try:
+        vars(object.__new__(cls))
+    except TypeError:
+        slots.append("what its built-in base holds")
+    if slots:
+        raise UnsupportedCacheError(
+            f"{cls.__module__}.{cls.__qualname__} holds {', '.join(slots)} beside its __dict__: "
+            "tell how to read and build it with prefixcached.client.kv.register(cls, adapter)"
+        )
+
+
+def _slots(base: type) -> list[str]:
+    slots = vars(base).get("__slots__", ())
+    named = [slots] if isinstance(slots, str) else list(slots)
+    return [name for name in named if name not in ("__dict__", "__weakref__")]
 
 
 def _ring(length: int, rows: int, keep: int, index: int) -> list[Span]:

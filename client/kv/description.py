@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from prefixcached.client.kv.adapter import Adapter, Leaf
-from prefixcached.client.kv.errors import UnusableImageError
+from prefixcached.client.kv.errors import UnsupportedCacheError, UnusableImageError
 from prefixcached.client.kv.registry import CacheList, adapter_of, is_list, qualified_name, resolve
 
-_MAX_DEPTH = 16
-"""Nesting of cache lists; mlx-lm's models have one level."""
+_MAX_DEPTH = 64
+"""Nesting of cache lists; mlx-lm's models have one level. Data from a daemon must not be able to
+exhaust the stack, and a tensor's name has a place for each level."""
 
 
 class ReadLeaf(NamedTuple):
@@ -41,16 +42,22 @@ def read(caches: Sequence[Any]) -> tuple[bytes, list[ReadLeaf]]:
     """
     leaves: list[ReadLeaf] = []
 
-    def visit(cache: Any, path: str) -> dict[str, Any]:
+    def visit(cache: Any, path: str, depth: int) -> dict[str, Any]:
         if is_list(cache):
-            children = [visit(child, f"{path}.{i}") for i, child in enumerate(cache.caches)]
+            if depth == _MAX_DEPTH:
+                raise UnsupportedCacheError(
+                    f"cache {path} is a list inside {depth} others; {_MAX_DEPTH} is the limit"
+                )
+            children = [
+                visit(child, f"{path}.{i}", depth + 1) for i, child in enumerate(cache.caches)
+            ]
             return {"caches": children}
         adapter = adapter_of(cache)
         leaf = adapter.read(cache)
         leaves.append(ReadLeaf(path, adapter, leaf))
         return {"class": qualified_name(type(cache)), **leaf.attributes}
 
-    described = [visit(cache, str(index)) for index, cache in enumerate(caches)]
+    described = [visit(cache, str(index), 0) for index, cache in enumerate(caches)]
     return json.dumps(described, sort_keys=True, separators=(",", ":")).encode(), leaves
 
 

@@ -1,8 +1,17 @@
 """Which adapter serves which class of cache.
 
-The table is owned by this module and grows only through `register`. A class that is not in it is
-stored as opaque state, and rebuilt only if it is one of mlx-lm's own: what a daemon sends never
-names anything else to import or to call.
+The tables are owned by this module. Adapters come only through `register`. A class without one is
+stored as opaque state, and rebuilt if it is one of mlx-lm's own or this process has seen a cache of
+it: what a daemon sends never names anything else to import or to call.
+
+Another engine's classes take one call each, in every process, before the first put or take::
+
+    from prefixcached.client.kv import AppendAdapter, register
+
+    register("my_engine.cache.PagedKV", AppendAdapter(parameters=("page_size",)))
+
+A class whose rows stand in none of the orders of `prefixcached.client.kv.adapters` takes an
+`Adapter` of its own.
 """
 
 import importlib
@@ -23,6 +32,7 @@ from prefixcached.client.kv.errors import UnsupportedCacheError, UnusableImageEr
 
 _ADAPTERS: Final[dict[str, Adapter]] = {}
 _CLASSES: Final[dict[str, type]] = {}
+_SEEN: Final[dict[str, type]] = {}
 _STATE: Final = StateAdapter()
 _OWN_MODULE: Final = re.compile(r"mlx_lm\.models\.\w+")
 _BATCHES: Final = (mlx_lm_cache.BatchKVCache, mlx_lm_cache.BatchRotatingKVCache)
@@ -60,7 +70,7 @@ def adapter_of(cache: Any) -> Adapter:
     """Return the adapter that serves this cache.
 
     Raises:
-        UnsupportedCacheError: It is a batch, or of a foreign class that nobody registered.
+        UnsupportedCacheError: It is a batch.
     """
     if isinstance(cache, _BATCHES):
         raise UnsupportedCacheError(f"{type(cache).__qualname__}: {BATCH_ADVICE}")
@@ -68,10 +78,8 @@ def adapter_of(cache: Any) -> Adapter:
     if name in _ADAPTERS:
         return _ADAPTERS[name]
     if not _OWN_MODULE.fullmatch(type(cache).__module__):
-        raise UnsupportedCacheError(
-            f"{name} is not one of mlx-lm's cache classes: tell how to read and build it with "
-            "prefixcached.client.kv.register(cls, adapter)"
-        )
+        # A model's or an engine's own. Nothing has to be imported to build another one.
+        _SEEN[name] = type(cache)
     return _STATE
 
 
@@ -79,14 +87,18 @@ def resolve(name: str) -> tuple[type[Any], Adapter]:
     """Return the class of this dotted name and its adapter.
 
     Raises:
-        UnusableImageError: It is neither registered nor a class of mlx-lm.
+        UnusableImageError: It is neither registered nor seen here, nor a class of mlx-lm.
     """
     adapter = _ADAPTERS.get(name)
     if adapter is not None and name in _CLASSES:
         return _CLASSES[name], adapter
+    if adapter is None and name in _SEEN:
+        return _SEEN[name], _STATE
     module, _, attribute = name.rpartition(".")
     if adapter is None and not _OWN_MODULE.fullmatch(module):
-        raise UnusableImageError(f"{name} is neither registered nor a cache class of mlx-lm")
+        raise UnusableImageError(
+            f"{name} is neither registered nor seen in this process, nor a cache class of mlx-lm"
+        )
     try:
         # Some modules of mlx-lm end the process when imported without their dependencies.
         found = sys.modules.get(module) or importlib.import_module(module)

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from prefixcached.client import Cache, connect
@@ -154,6 +154,24 @@ def test_quantised(cache: Cache) -> None:
         assert session.shared(prompt, max_tokens=5, cache=cache, **options)[1] == length - 1
 
 
+def test_rings_of_a_given_size(cache: Cache) -> None:
+    """T13: with `max_kv_size`, a ring that prompt and answer overran is resumed as mlx-lm's own."""
+    session = Session("olmo2")
+    options: dict[str, Any] = {"max_kv_size": 32, "max_tokens": 6}
+    first = session.plain(session.prompt, **options)
+    for reused in (0, 59):
+        assert session.shared(session.prompt, cache=cache, **options) == (first, reused)
+    turn = [*session.prompt, *first, 5, 6, 7]
+    told = session.shared(turn, cache=cache, **options)
+    kv = make_prompt_cache(session.model, max_kv_size=32)
+    assert isinstance(kv[0], RotatingKVCache)
+    assert session.plain(session.prompt, prompt_cache=kv, **options) == first
+    assert told == (session.plain(turn[66:], prompt_cache=kv, **options), 66)
+    # Another size is another format.
+    options["max_kv_size"] = 40
+    assert session.shared(session.prompt, cache=cache, **options)[1] == 0
+
+
 def test_without_a_daemon(tmp_path: Path) -> None:
     """C4: with no daemon, generation is plain mlx-lm's."""
     session = Session("llama")
@@ -175,27 +193,16 @@ def test_daemon_killed_in_between(daemon: DaemonProcess) -> None:
         assert [first, *(response.token for response in responses)] == expected
 
 
-def test_bypasses(cache: Cache) -> None:
-    """DESIGN 6: what the cache would answer wrongly is generated without it."""
+def test_input_embeddings_bypass_the_cache(cache: Cache) -> None:
+    """DESIGN 6: tokens do not tell what was forwarded, so nothing is looked up or shared."""
     session = Session("llama")
-    options: dict[str, Any] = {"max_tokens": 5, "cache": cache}
-    forbidden = mx.array([session.plain(session.prompt, max_tokens=1)[0]])
-
-    def processor(tokens: mx.array, logits: mx.array) -> mx.array:
-        assert mx.array_equal(tokens[:60], mx.array(session.prompt))
-        logits[..., forbidden] = -mx.inf
-        return logits
-
-    expected = session.plain(session.prompt, max_tokens=5, logits_processors=[processor])
+    embeddings = session.model.model.embed_tokens(mx.array(session.prompt[::-1]))
+    options: dict[str, Any] = {"max_tokens": 5, "input_embeddings": embeddings}
+    expected = session.plain(session.prompt, **options)
     for _ in range(2):
-        told = session.shared(session.prompt, logits_processors=[processor], **options)
+        told = session.shared(session.prompt, cache=cache, **options)
         assert told == (expected, 0)
-    drafted = list(
-        stream_generate(
-            session.model, session.tokenizer, session.prompt, draft_model=session.model, **options
-        )
-    )
-    assert [r.token for r in drafted] == session.plain(session.prompt, max_tokens=5)
+    assert PromptCache(session.model, cache=cache).fetch(session.prompt)[1] == 0
 
 
 def test_text_and_verbose(cache: Cache, capsys: pytest.CaptureFixture[str]) -> None:

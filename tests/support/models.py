@@ -33,6 +33,11 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(_descriptions()))
 
 
+def module(name: str) -> str:
+    """The name of its module in `mlx_lm.models`."""
+    return _descriptions()[name]["module"].rpartition(".")[2]
+
+
 def vocab_size(name: str) -> int:
     """Token ids in [0, vocab_size) are valid for this model."""
     return _descriptions()[name]["vocab_size"]
@@ -48,9 +53,9 @@ def build(name: str, *, seed: int = 0) -> nn.Module:
         KeyError: `tiny-models.json` has no model of this name.
     """
     description = _descriptions()[name]
-    module = importlib.import_module(description["module"])
+    loaded = importlib.import_module(description["module"])
     mx.random.seed(seed)
-    model = cast(nn.Module, module.Model(module.ModelArgs.from_dict(description["args"])))
+    model = cast(nn.Module, loaded.Model(loaded.ModelArgs.from_dict(description["args"])))
     model.set_dtype(mx.float32)
     mx.eval(model.parameters())
     return model
@@ -58,7 +63,11 @@ def build(name: str, *, seed: int = 0) -> nn.Module:
 
 def tokens(name: str, count: int, *, seed: int = 0) -> list[int]:
     """Valid token ids, the same for equal arguments; a longer list starts with the shorter."""
-    size = vocab_size(name)
+    return tokens_below(vocab_size(name), count, seed=seed)
+
+
+def tokens_below(size: int, count: int, *, seed: int = 0) -> list[int]:
+    """`tokens` for a vocabulary of this size."""
     state = (seed * 2_654_435_761 + 97) % 2**32
     drawn = []
     for _ in range(count):

@@ -152,8 +152,37 @@ def test_concatenating_class() -> None:
     store.put(producer, tokens[:30], cuts=(9,))
     restored = store.take(30)
     assert restored[0].keys.shape[-2] == 30
-    assert_same_continuation(model, producer, restored, tokens[30:33])
-    assert store.take(12)[0].keys.shape[-2] == 12
+    for suffix in SUFFIXES:
+        reference = copy.deepcopy(producer)
+        assert_same_continuation(model, reference, store.take(30), tokens[30:40][:suffix])
+    # Its own `trim` is broken: what it holds is cut by hand.
+    for cache in producer:
+        cache.keys, cache.values = cache.keys[..., :12, :], cache.values[..., :12, :]
+        cache.offset = 12
+    for suffix in SUFFIXES:
+        reference, restored = copy.deepcopy(producer), store.take(12)
+        assert restored[0].keys.shape[-2] == 12
+        assert_same_continuation(model, reference, restored, tokens[20 : 20 + suffix])
+
+
+@pytest.mark.parametrize("position", [7, 8, 9, 15, 16, 24, 31])
+def test_chunks(position: int) -> None:
+    """T13: a chunked layer resumes at, before and behind the bounds of its chunks."""
+    model, tokens = build("llama4"), models.tokens("llama4", ENTRY)
+    size = next(c.chunk_size for c in make_prompt_cache(model) if hasattr(c, "chunk_size"))
+    assert size == 8
+    stopped, producer = make_prompt_cache(model), make_prompt_cache(model)
+    prefill(model, stopped, tokens[:position])
+    prefill(model, producer, tokens, boundaries=(position,))
+    store = Store()
+    store.put(stopped, tokens[:position])
+    store.put(producer, tokens)
+    for end, source in ((position, stopped), (ENTRY, producer)):
+        for suffix in SUFFIXES:
+            reference, restored = copy.deepcopy(source), store.take(end)
+            starts = {c.start_position for c in restored if hasattr(c, "start_position")}
+            assert len(starts) == 1
+            assert_same_continuation(model, reference, restored, tokens[:suffix])
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])

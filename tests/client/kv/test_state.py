@@ -5,7 +5,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.deepseek_v41 import LayerCache
 
 from prefixcached.client.kv import (
@@ -59,6 +59,32 @@ def test_nested_lists() -> None:
     assert restored[0][1][0][0] is None
     assert same_bits(restored[0][1][0][1], state[1])
     assert same_bits(restored[0][1][1].keys[..., :20, :], producer[0][1][1].keys[..., :20, :])
+
+
+@pytest.mark.parametrize("depth", [1, 5, 64])
+def test_any_depth(depth: int) -> None:
+    """P1: every kind of leaf comes back from lists in lists, whole and cut."""
+    ring = RotatingKVCache(max_size=8, keep=2)
+    ring.update_and_fetch(mx.random.normal((1, 2, 20, 8)), mx.random.normal((1, 2, 20, 8)))
+    producer: Any = CacheList(filled(), ring)
+    for _ in range(depth - 1):
+        producer = CacheList(filled(), producer)
+    store = Store()
+    store.put([producer], range(20), cuts=(7,))
+    for length in (20, 18):
+        restored = leaves(store.take(length))
+        expected = leaves([producer])
+        assert [type(leaf) for leaf in restored] == [type(leaf) for leaf in expected]
+        for left, right in zip(restored, expected, strict=True):
+            if isinstance(left, KVCache):
+                assert same_bits(left.keys[..., :length, :], right.keys[..., :length, :])
+            else:
+                rows = right._temporal_order(right.keys)[..., length - 5 : length, :]
+                assert same_bits(left._temporal_order(left.keys)[..., -5:, :], rows)
+    for _ in range(65 - depth):
+        producer = CacheList(producer)
+    with pytest.raises(UnsupportedCacheError, match="64 is the limit"):
+        snapshot([producer], range(20))
 
 
 def test_own_class_of_a_model() -> None:
