@@ -4,29 +4,49 @@
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-CANDIDATES := $(PYTHON) python3.13 python3.12 python3.11 python3
+CANDIDATES := $(PYTHON) python3.13 python3.12 python3.11 python3.14 python3
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint bench bench-quick clean
+.PHONY: help demo pictures test test-slow test-exhaustive soak reliability lint bench bench-quick clean
 
 help:
 	@echo 'make demo    start a daemon and several processes that share one real small model cache'
-	@echo 'make test    run the tests (make test-slow: those that take more than a few seconds)'
+	@echo 'make test    run the tests (make test-slow: those of more than a few seconds)'
+	@echo 'make test-exhaustive  run what takes half an hour: all architectures, every failing file call'
+	@echo 'make soak    16 clients, every kind of trouble, 30 minutes (SOAK_SECONDS, SOAK_SEED)'
+	@echo 'make reliability  run the whole fault matrix and write docs/reliability.md'
 	@echo 'make lint    check style and types, for Linux and for macOS'
 	@echo 'make bench   measure every figure of benchmarks/README.md (bench-quick: small sizes)'
+	@echo 'make pictures  draw the pictures of the README again, from a run of the demo'
 	@echo 'make clean   remove .venv and everything that these targets made'
 
 demo: $(VENV)/.runtime
 	@echo '==> Running: prefixcached demo'
 	@$(BIN)/prefixcached demo
 
+pictures: $(VENV)/.runtime
+	@echo '==> Drawing docs/images from a run of the demo'
+	@$(BIN)/python docs/images/make_pictures.py
+
 test: $(VENV)/.test
 	@echo '==> Running: pytest, without the slow tests (make test-slow)'
-	@$(BIN)/pytest -m 'not slow'
+	@$(BIN)/pytest -m 'not slow and not exhaustive'
 
 test-slow: $(VENV)/.test
 	@echo '==> Running: pytest, the slow tests'
 	@$(BIN)/pytest -m slow
+
+test-exhaustive: $(VENV)/.test
+	@echo '==> Running: pytest, all of what other tests sample (half an hour)'
+	@$(BIN)/pytest -m exhaustive
+
+soak: $(VENV)/.test
+	@echo '==> Running: the soak'
+	@$(BIN)/python -m tests.system.soak
+
+reliability: $(VENV)/.test
+	@echo '==> Running: the fault matrix (under 4 minutes on a quiet machine)'
+	@$(BIN)/python -m tests.system.fault_matrix
 
 lint: $(VENV)/.lint
 	@echo '==> Checking style: ruff check, ruff format'

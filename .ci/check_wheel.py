@@ -28,6 +28,8 @@ def main(site: Path) -> None:
         if file is None or not Path(file).resolve().is_relative_to(site):
             sys.exit(f"{name} was imported from {file}, not from {site}")
         counts[".".join(name.split(".")[1:2])] += 1
+    if not (site / "prefixcached" / "daemon" / "dashboard" / "page.html").is_file():
+        sys.exit("the wheel lacks the dashboard's page")
     missing = [part for part in REQUIRED_PARTS if not counts[part]]
     if missing:
         sys.exit(f"the wheel lacks {', '.join(missing)}")

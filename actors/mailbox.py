@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple, Protocol
 
 import trio
 
@@ -16,8 +16,47 @@ UNBOUNDED: Final = math.inf
 """Envelopes that wait for the actors that RamTier tells: it must never wait for them, and what it
 sends is charged to a budget already."""
 
-Outbox = trio.MemorySendChannel[Envelope]
 Inbox = trio.MemoryReceiveChannel[Envelope]
+
+
+class Outbox(Protocol):
+    """Where an actor is told something: a memory channel, or one that a trace listens to."""
+
+    async def send(self, value: Envelope, /) -> None:
+        """Put an envelope into the mailbox once there is room."""
+        ...
+
+    def send_nowait(self, value: Envelope, /) -> None:
+        """Put an envelope into the mailbox; `trio.WouldBlock` without room."""
+        ...
+
+    async def aclose(self) -> None:
+        """Send nothing more."""
+        ...
+
+    def close(self) -> None:
+        """Send nothing more."""
+        ...
+
+
+class Receiver(Protocol):
+    """Where RamTier takes envelopes from: a memory channel, or one that a trace listens to."""
+
+    async def receive(self) -> Envelope:
+        """Return the oldest envelope once there is one."""
+        ...
+
+
+class Mailbox(NamedTuple):
+    """Both ends of one."""
+
+    outbox: Outbox
+    inbox: Receiver
+
+
+def open_mailbox(messages: float = MAILBOX_MESSAGES) -> Mailbox:
+    """Return a new mailbox with room for so many envelopes."""
+    return Mailbox(*trio.open_memory_channel[Envelope](messages))
 
 
 class ReplySlot:

@@ -20,17 +20,19 @@ from prefixcached.actors import memory
 from prefixcached.actors.claims import ClaimDesk
 from prefixcached.actors.desk import Answer, RamConfig, Shared
 from prefixcached.actors.entries import Entry, Memory
+from prefixcached.actors.holdings import Holdings, collect_holdings
 from prefixcached.actors.index import Index
 from prefixcached.actors.inspection import InspectionDesk
 from prefixcached.actors.labels import LabelDesk
 from prefixcached.actors.loading import LoadDesk
-from prefixcached.actors.mailbox import MAILBOX_MESSAGES, Inbox, Outbox
+from prefixcached.actors.mailbox import Mailbox, Outbox, open_mailbox
 from prefixcached.actors.objects import ObjectDesk
 from prefixcached.actors.pins import PinDesk
 from prefixcached.actors.pressure_policy import Level
 from prefixcached.actors.pressure_response import PressureDesk
 from prefixcached.actors.promotions import PromotionDesk
 from prefixcached.actors.puts import FinishedPut, PutDesk
+from prefixcached.actors.ram_samples import sample
 from prefixcached.actors.ram_statistics import RamStatistics, collect
 from prefixcached.actors.reads import OpenFile, ReadDesk
 from prefixcached.actors.retention_policy import policy_named
@@ -49,17 +51,21 @@ SWEEP_SECONDS: Final = 10.0
 """How often idle images are looked for (rule E8)."""
 
 
+def random_id() -> str:
+    """Return a new image id: 32 hex digits."""
+    return secrets.token_hex(16)
+
+
 class RamTier:
     """The actor. Send `Envelope`s to `mailbox`; run it with ``nursery.start(ram_tier.run)``."""
 
     def __init__(
-        self, config: RamConfig, *, create_memory: Callable[[int], Memory] = memory.create
-    ) -> None:
+        self, config: RamConfig, *, create_memory: Callable[[int], Memory] = memory.create,
+        mailbox: Mailbox | None = None, new_id: Callable[[], str] = random_id,
+    ) -> None:  # fmt: skip
         self.boot = secrets.token_hex(8)
         self.config = config
-        self.mailbox: Outbox
-        self._inbox: Inbox
-        self.mailbox, self._inbox = trio.open_memory_channel[Envelope](MAILBOX_MESSAGES)
+        self.mailbox, self._inbox = open_mailbox() if mailbox is None else mailbox
         self._ssd: Outbox | None = None
         self._prefetcher: Outbox | None = None
         self._nursery: trio.Nursery | None = None
@@ -70,8 +76,7 @@ class RamTier:
             namespace_quota=config.namespace_quota,
         )  # fmt: skip
         shared = Shared(
-            config, self.index, self, self.boot, create_memory,
-            lambda: secrets.token_hex(16), count(1),
+            config, self.index, self, self.boot, create_memory, new_id, count(1),
         )  # fmt: skip
         self.reads = ReadDesk(shared)
         self.promotions = PromotionDesk(shared)
@@ -215,6 +220,8 @@ class RamTier:
                 answer.set(self.inspection.explain(request))
             case wire.Hello():
                 answer.set(wire.Failed(reason="protocol", detail="Hello was answered before"))
+            case wire.Activity() | wire.Latency() | wire.History():
+                answer.set(wire.Failed(reason="protocol", detail="the session answers this"))
             case _:
                 assert_never(request)
 
@@ -321,6 +328,14 @@ class RamTier:
     def statistics(self) -> RamStatistics:
         """A frozen copy of all counters (rule C5)."""
         return collect(self)
+
+    def sample(self) -> list[float]:
+        """Return the present row of the history, in the order of `ram_samples.COLUMNS`."""
+        return sample(self)
+
+    def holdings(self) -> Holdings:
+        """A frozen copy of what connections hold; call it within the event loop."""
+        return collect_holdings(self, trio.current_time())
 
     # -- orders of the desks: `desk.Orders` and `index.Outlet` ----------------------------------
 

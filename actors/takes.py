@@ -180,6 +180,11 @@ class TakeDesk:
         """Takes that wait for another's prefill."""
         return len(self._waiting)
 
+    @property
+    def awaited_claims(self) -> dict[int, int]:
+        """By session, the claim that its take waits for."""
+        return {take.session: take.claim for take in self._waiting}
+
     def _try(self, waiting: WaitingTake, now: float) -> bool:
         """Answer the take, unless another session is computing what it needs."""
         take, tokens = waiting.take, waiting.tokens

@@ -67,6 +67,11 @@ class WriteDesk:
         return sum(e.write is WriteState.QUEUED for e, _ in self._queue) + bool(self._writing)
 
     @property
+    def backlog(self) -> int:
+        """As `queued`, without visiting the queue: what has left it in the middle still counts."""
+        return len(self._queue) + bool(self._writing)
+
+    @property
     def is_idle(self) -> bool:
         """Whether nothing is queued or being written."""
         return self.queued == 0

@@ -24,6 +24,7 @@ FULL: Final = (
     "memory",
     "start",
     "growth",
+    "views",
     "first_token",
 )
 QUICK: Final = ("lookup", "ram_hit", "ssd_hit", "put", "agents", "turns", "memory", "start")

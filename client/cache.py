@@ -22,6 +22,7 @@ from prefixcached.client.pins import Pin
 from prefixcached.client.pool import Pool
 from prefixcached.client.programs import Program
 from prefixcached.client.seam import Adapter
+from prefixcached.client.starting import Starter, is_wanted
 
 T = TypeVar("T")
 
@@ -31,6 +32,7 @@ def connect(
     timeout: float = TIMEOUT_SECONDS,
     fail_open: bool = True,
     minimum_gain: float = 0.0,
+    start: bool | None = None,
 ) -> "Cache":
     """Return a cache. Nothing is connected before the first call.
 
@@ -41,12 +43,21 @@ def connect(
             `PrefixCachedError` instead.
         minimum_gain: Seconds that restoring a prefix must save over computing it, by what this
             client measured of both; else `take` gives a miss, "no-gain". 0 restores every hit.
+        start: Start the daemon, detached, where none runs and no service is installed; by default
+            what `PREFIXCACHED_START` says, else no. Within ``timeout``; a start that fails costs a
+            miss.
 
     Raises:
         TypeError, ValueError: An argument is unusable.
     """
     path = calls.resolve_socket(socket)
-    return Cache(path, timeout=timeout, fail_open=fail_open, minimum_gain=minimum_gain)
+    return Cache(
+        path,
+        timeout=timeout,
+        fail_open=fail_open,
+        minimum_gain=minimum_gain,
+        starter=Starter(path) if is_wanted(start) else None,
+    )
 
 
 class Cache:
@@ -64,11 +75,12 @@ class Cache:
         timeout: float = TIMEOUT_SECONDS,
         fail_open: bool = True,
         minimum_gain: float = 0.0,
+        starter: Starter | None = None,
         adapter: Adapter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fail_open = fail_open
-        self._pool = Pool(path, clock)
+        self._pool = Pool(path, clock, starter)
         self._calls = Calls(
             self._pool,
             threading.current_thread,

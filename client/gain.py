@@ -49,14 +49,15 @@ class GainMeter:
         for oldest in list(self._seconds_per_token)[:-MAX_NAMESPACES]:
             self._seconds_per_token.pop(oldest, None)
 
-    def restored(self, namespace: str, tokens: int, nbytes: int, seconds: float) -> None:
-        """Learn that restoring so many tokens and bytes took so long."""
+    def restored(self, namespace: str, tokens: int, nbytes: int, seconds: float) -> bool:
+        """Learn how long restoring so many tokens and bytes took; return whether it was slow."""
         self._skips_in_a_row = 0
         if nbytes >= LEAST_RESTORED_BYTES:
             self._seconds_per_byte = _smooth(self._seconds_per_byte, seconds / nbytes)
         per_token = self._seconds_per_token.get(namespace)
-        if per_token is not None and seconds > per_token * tokens:
-            self.slow += 1
+        is_slow = per_token is not None and seconds > per_token * tokens
+        self.slow += is_slow
+        return is_slow
 
     def is_worth(self, namespace: str, tokens: int, nbytes: int) -> bool:
         """Whether restoring saves at least the minimum, or must be tried to know."""

@@ -34,6 +34,10 @@ from prefixcached.protocol.schema import Schema, encode_schema
 NO_GAIN: Final = "no-gain"
 """Why a hit was not restored: computing it takes about as long (`connect`'s ``minimum_gain``)."""
 
+LONGEST_REPORTED_SECONDS: Final = 86400.0
+"""What a report may say at most (`messages.Seconds`): this process may have been stopped for days.
+"""
+
 _NO_MEMORY: Final = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EDQUOT})
 
 _logger = logging.getLogger(__name__)
@@ -80,7 +84,10 @@ def take(
     began = time.monotonic()
     restoration = yield from read_hit(reply, descriptors, schema, adapter)
     kv, attachments = finish(restoration)
-    gain.restored(request.namespace, reply.length, nbytes, time.monotonic() - began)
+    seconds = min(time.monotonic() - began, LONGEST_REPORTED_SECONDS)
+    is_slow = gain.restored(request.namespace, reply.length, nbytes, seconds)
+    # The copy is complete and stays good: should this fail, the closed wire ends the lease.
+    yield Tell(messages.Release(reply.lease, reply.boot, seconds, nbytes, is_slow))
     return results.Hit(
         kv=kv,
         length=reply.length,
@@ -122,7 +129,7 @@ def put(
 def read_hit(
     hit: messages.Hit, descriptors: Sequence[int], schema: Schema, adapter: Adapter
 ) -> Program[Restoration]:
-    """Copy what ``hit`` lends into new caches and end the lease.
+    """Copy what ``hit`` lends into new caches. The lease is still the caller's to end.
 
     Returns:
         The restoration, all reads done, `finish` still to be called.
@@ -151,8 +158,6 @@ def read_hit(
         if first == len(hit.parts):
             break
         batch = yield from fetch(hit.lease, first, hit.boot)
-    # The copy is complete and stays good: should this fail, the closed wire ends the lease.
-    yield Tell(messages.Release(hit.lease, hit.boot))
     return restoration
 
 

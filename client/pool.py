@@ -26,6 +26,7 @@ from prefixcached.client.errors import (
     ProtocolFailure,
     UseAfterClose,
 )
+from prefixcached.client.starting import Starter
 from prefixcached.client.wire import BaseWire, Wire
 
 MAX_IDLE_WIRES: Final = 8
@@ -221,8 +222,13 @@ class BasePool(Generic[W]):
 class Pool(BasePool[Wire]):
     """Lends wires to threads."""
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(path, clock, Wire)
+    def __init__(
+        self,
+        path: Path,
+        clock: Callable[[], float] = time.monotonic,
+        starter: Starter | None = None,
+    ) -> None:
+        super().__init__(path, clock, functools.partial(Wire, starter=starter))
 
     def take_out(self, deadline: float) -> Wire:
         """Return a greeted wire, which is the caller's until `give_back`.

@@ -29,6 +29,7 @@ from prefixcached.client.loans import Loan
 from prefixcached.client.pins import Pin
 from prefixcached.client.programs import Ask, Copy, Program, Step
 from prefixcached.client.seam import Adapter
+from prefixcached.client.starting import Starter, is_wanted
 from prefixcached.client.trio_wire import TrioPool, TrioWire
 
 INLINE_BYTES: Final = 1 << 20
@@ -42,10 +43,17 @@ def connect(
     timeout: float = TIMEOUT_SECONDS,
     fail_open: bool = True,
     minimum_gain: float = 0.0,
+    start: bool | None = None,
 ) -> "Cache":
     """Return a cache for this Trio run. Arguments as `prefixcached.client.connect`."""
     path = calls.resolve_socket(socket)
-    return Cache(path, timeout=timeout, fail_open=fail_open, minimum_gain=minimum_gain)
+    return Cache(
+        path,
+        timeout=timeout,
+        fail_open=fail_open,
+        minimum_gain=minimum_gain,
+        starter=Starter(path) if is_wanted(start) else None,
+    )
 
 
 class Cache:
@@ -63,11 +71,12 @@ class Cache:
         timeout: float = TIMEOUT_SECONDS,
         fail_open: bool = True,
         minimum_gain: float = 0.0,
+        starter: Starter | None = None,
         adapter: Adapter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fail_open = fail_open
-        self._pool = TrioPool(path, clock)
+        self._pool = TrioPool(path, clock, starter)
         self._calls = Calls(
             self._pool,
             trio.lowlevel.current_task,

@@ -1,5 +1,6 @@
 """One connection to the daemon for a Trio task, and the pool of such connections."""
 
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ import trio
 
 from prefixcached.client.errors import CallTimeout
 from prefixcached.client.pool import BasePool
+from prefixcached.client.starting import Starter
 from prefixcached.client.wire import (
     ANCILLARY_BYTES,
     CONNECT_RETRY_SECONDS,
@@ -22,8 +24,8 @@ from prefixcached.protocol.messages import AnyRequest, Reply
 class TrioWire(BaseWire):
     """A wire of one task at a time. A cancelled call leaves it half-way: then it must be closed."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
+    def __init__(self, path: Path, starter: Starter | None = None) -> None:
+        super().__init__(path, starter)
         self._trio_socket = trio.socket.from_stdlib_socket(self._socket)
 
     async def open(self, deadline: float) -> None:
@@ -38,7 +40,14 @@ class TrioWire(BaseWire):
             except BlockingIOError:
                 await trio.sleep(CONNECT_RETRY_SECONDS)
             except OSError as error:
-                self._fail(self._not_connected(error), error)
+                starter = self._take_starter(error)
+                if starter is None:
+                    self._fail(self._not_connected(error), error)
+                failure = await trio.to_thread.run_sync(
+                    starter.start, deadline, abandon_on_cancel=True
+                )
+                if failure:
+                    self._fail(self._not_connected(error, failure), error)
         await self.request(hello(), deadline)
 
     async def request(self, message: AnyRequest, deadline: float) -> tuple[Reply, list[int]]:
@@ -74,8 +83,13 @@ class TrioWire(BaseWire):
 class TrioPool(BasePool[TrioWire]):
     """Lends wires to tasks."""
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(path, clock, TrioWire)
+    def __init__(
+        self,
+        path: Path,
+        clock: Callable[[], float] = time.monotonic,
+        starter: Starter | None = None,
+    ) -> None:
+        super().__init__(path, clock, functools.partial(TrioWire, starter=starter))
 
     async def take_out(self, deadline: float) -> TrioWire:
         """Return a greeted wire, which is the caller's until `give_back`. Errors as `Pool`'s."""

@@ -19,6 +19,7 @@ from typing import Final, NoReturn
 
 from prefixcached import __version__
 from prefixcached.client.errors import CallTimeout, NoDaemon, PrefixCachedError, ProtocolFailure
+from prefixcached.client.starting import Starter
 from prefixcached.protocol import limits, messages
 from prefixcached.protocol.connection import CAPABILITIES, Connection, Received, Role
 from prefixcached.protocol.errors import ProtocolError
@@ -34,6 +35,9 @@ ANCILLARY_BYTES: Final = socket.CMSG_SPACE(254 * 4)
 """Room for the largest set of descriptors that either system sends: what does not fit would leak
 or be lost."""
 
+_NOBODY: Final = frozenset({errno.ENOENT, errno.ECONNREFUSED})
+"""What connecting to a Unix socket says where nobody listens."""
+
 CONNECT_RETRY_SECONDS: Final = 0.005
 """Pause before the next attempt while the daemon's queue of new connections is full."""
 
@@ -43,10 +47,12 @@ class BaseWire:
 
     Args:
         path: The daemon's socket. Nothing is connected before `open`.
+        starter: Starts the daemon where nobody listens; None lets others do that.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, starter: Starter | None = None) -> None:
         self._path = path
+        self._starter = starter
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             self._socket.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
@@ -65,6 +71,11 @@ class BaseWire:
     def error(self) -> PrefixCachedError | None:
         """How the daemon failed this wire; None while it works, and when it was just closed."""
         return self._error
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        """Groups of messages that both sides named when it was opened (rule C2)."""
+        return self._connection.capabilities
 
     @property
     def holds_descriptors(self) -> bool:
@@ -147,11 +158,14 @@ class BaseWire:
         if not data:
             self._fail(NoDaemon(f"the daemon at {self._path} closed the connection"))
 
-    def _not_connected(self, error: OSError) -> NoDaemon:
-        return NoDaemon(
-            f"no daemon at {self._path} ({error.strerror or error}); "
-            "start one with `prefixcached serve`"
-        )
+    def _take_starter(self, error: OSError) -> Starter | None:
+        """Return who may start the daemon after ``error``: once, and where nobody listens."""
+        starter, self._starter = self._starter, None
+        return starter if error.errno in _NOBODY else None
+
+    def _not_connected(self, error: OSError, failure: str = "") -> NoDaemon:
+        todo = failure or "start one with `prefixcached serve`"
+        return NoDaemon(f"no daemon at {self._path} ({error.strerror or error}); {todo}")
 
     def _explain(self, error: OSError, doing: str) -> PrefixCachedError:
         if isinstance(error, TimeoutError):
@@ -220,7 +234,12 @@ class Wire(BaseWire):
                     self._fail(CallTimeout(f"nobody accepts connections at {self._path}"), error)
                 # Linux answers EAGAIN at once where the queue of new connections is full.
                 if error.errno != errno.EAGAIN:
-                    self._fail(self._not_connected(error), error)
+                    starter = self._take_starter(error)
+                    if starter is None:
+                        self._fail(self._not_connected(error), error)
+                    if failure := starter.start(deadline):
+                        self._fail(self._not_connected(error, failure), error)
+                    continue
             time.sleep(max(0.0, min(CONNECT_RETRY_SECONDS, deadline - time.monotonic())))
 
     def _send(self, message: AnyRequest, deadline: float) -> None:

@@ -11,15 +11,20 @@ A second signal ends the process where it stands, which is safe at any instant.
 
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
-from typing import Any, Final, Protocol
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import structlog
 import trio
 
 from prefixcached import __version__
+from prefixcached.actors.holdings import Holdings
 from prefixcached.actors.mailbox import Outbox
 from prefixcached.daemon.config import Config
+from prefixcached.daemon.exporter import Exporter
+from prefixcached.daemon.historian import Historian
+from prefixcached.daemon.latency import Latencies
 from prefixcached.daemon.listener import Listener
 from prefixcached.daemon.session import SessionSettings
 from prefixcached.daemon.socket_file import (
@@ -28,9 +33,18 @@ from prefixcached.daemon.socket_file import (
     check_path,
     prepare_directory,
 )
+from prefixcached.daemon.watch import Watch
+from prefixcached.protocol.messages import ClientActivity
+
+if TYPE_CHECKING:
+    # Only a daemon that traces needs it.
+    from prefixcached.daemon.trace.tracer import Tracer
 
 DRAIN_SECONDS: Final = 15.0
 """For storage to finish after the front is gone: launchd and Homebrew wait 30 s at most."""
+
+_TRACED_STATISTICS: Final[tuple[str, ...]] = ("ram_tier", "ssd_tier", "prefetcher")
+"""What a trace holds of the statistics: evictions and bytes, which no message tells."""
 
 log = structlog.get_logger()
 
@@ -56,19 +70,33 @@ class StorageSide(Protocol):
         """Finish what was begun; `run` then returns. Called when no session is left."""
         ...
 
+    def sample(self) -> Sequence[float]:
+        """RamTier's row of the history (`ram_samples.COLUMNS`)."""
+        ...
+
+    def holdings(self) -> Holdings:
+        """What connections hold of RamTier."""
+        ...
+
     @property
     def statistics_sources(self) -> dict[str, Callable[[], Any]]:
         """By section, what RamTier puts into the reply to `Status`; the front adds its own."""
         ...
 
 
-async def serve(config: Config, storage: StorageSide, announce: Callable[[], None]) -> None:
+async def serve(
+    config: Config,
+    storage: StorageSide,
+    announce: Callable[[], None],
+    tracer: "Tracer | None" = None,
+) -> None:
     """Run the daemon until SIGTERM or SIGINT.
 
     Args:
         config: What it is told.
         storage: The actors behind the front, not yet started.
         announce: Called once connections are served.
+        tracer: Records what sessions answer themselves, as it does for ``storage``.
 
     Raises:
         StartError: It cannot start; nothing was changed.
@@ -83,7 +111,12 @@ async def serve(config: Config, storage: StorageSide, announce: Callable[[], Non
         async with trio.open_nursery() as nursery:
             stop = trio.Event()
             nursery.start_soon(_watch_signals, signals, stop)
-            await _run_storage(config, storage, socket_file, stop, announce)
+            if tracer is not None:
+                sources = storage.statistics_sources
+                traced = {n: sources[n] for n in _TRACED_STATISTICS if n in sources}
+                sources["trace"] = tracer.statistics
+                nursery.start_soon(tracer.run, traced)
+            await _run_storage(config, storage, socket_file, stop, announce, tracer)
             nursery.cancel_scope.cancel()
     log.info("stopped", socket=str(config.socket))
 
@@ -104,13 +137,14 @@ async def _run_storage(
     socket_file: SocketFile,
     stop: trio.Event,
     announce: Callable[[], None],
+    tracer: "Tracer | None",
 ) -> None:
     async with trio.open_nursery() as nursery:
         # Nothing but its own failure or the deadline below interrupts storage.
         nursery.cancel_scope.shield = True
         await nursery.start(storage.run)
         try:
-            await _run_front(config, storage, socket_file, stop, announce)
+            await _run_front(config, storage, socket_file, stop, announce, tracer)
         finally:
             socket_file.close()
             nursery.cancel_scope.deadline = trio.current_time() + DRAIN_SECONDS
@@ -125,6 +159,7 @@ async def _run_front(
     socket_file: SocketFile,
     stop: trio.Event,
     announce: Callable[[], None],
+    tracer: "Tracer | None",
 ) -> None:
     started = trio.current_time()
 
@@ -136,10 +171,35 @@ async def _run_front(
             "uptime_seconds": round(trio.current_time() - started, 3),
         }
 
-    settings = SessionSettings(boot=storage.boot, daemon=f"prefixcached {__version__}")
+    # Who watches asks the listener, which is made last: its sessions are told whom to ask.
+    def connections() -> int:
+        return listener.current
+
+    def clients() -> list[ClientActivity]:
+        return listener.clients()
+
+    latencies = Latencies()
+    historian = Historian(storage.sample, connections, latencies)
+    watch = Watch(clients, storage.holdings, latencies, historian)
+    settings = SessionSettings(
+        boot=storage.boot,
+        daemon=f"prefixcached {__version__}",
+        watch=watch.answer,
+        latencies=latencies,
+    )
+    if tracer is not None:
+        settings = replace(settings, answered=tracer.answered)
     listener = Listener(socket_file.socket, storage.mailbox, settings, config.max_connections)
-    storage.statistics_sources.update(daemon=about, listener=listener.statistics)
+    exporter = Exporter(config.options.metrics_port, storage.statistics_sources, latencies)
+    storage.statistics_sources.update(
+        daemon=about,
+        listener=listener.statistics,
+        restores=settings.restores.statistics,
+        metrics_exporter=exporter.statistics,
+    )
     async with trio.open_nursery() as nursery:
+        nursery.start_soon(historian.run)
+        await nursery.start(exporter.run)
         await nursery.start(listener.run)
         log.info(
             "ready",

@@ -22,6 +22,7 @@ from prefixcached.daemon.session import Ending, Session, SessionSettings
 from prefixcached.daemon.sockets import RECEIVE_BYTES, MessageSocket, peer_credentials
 from prefixcached.protocol import messages
 from prefixcached.protocol.connection import Connection, Role
+from prefixcached.protocol.messages import ClientActivity
 
 ACCEPT_PAUSE_SECONDS: Final = 0.25
 """Pause after accept found no descriptor or memory: short for a client that waits, long for the
@@ -88,6 +89,7 @@ class Listener:
         self._refused = Counter({kind.value: 0 for kind in Refusal})
         self._endings = Counter({kind.value: 0 for kind in Ending})
         self._accept_pauses = 0
+        self._sessions: dict[int, Session] = {}
 
     def statistics(self) -> ListenerStatistics:
         """Return what happened so far."""
@@ -98,6 +100,15 @@ class Listener:
             endings=dict(self._endings),
             accept_pauses=self._accept_pauses,
         )
+
+    @property
+    def current(self) -> int:
+        """Connections that have a session now."""
+        return self._current
+
+    def clients(self) -> list[ClientActivity]:
+        """Return what each connection does now, the oldest first."""
+        return [session.activity() for session in self._sessions.values()]
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Accept until cancelled; then every session is cancelled too."""
@@ -165,7 +176,9 @@ class Listener:
         try:
             peer = MessageSocket(sock, self._buffer)
             session = Session(number, peer, self._ram_tier, self._settings)
+            self._sessions[number] = session
             ending = await session.run()
         finally:
+            self._sessions.pop(number, None)
             self._current -= 1
             self._endings[ending.value] += 1

@@ -16,6 +16,11 @@ class Kind(Protocol):
         """What may stand there, for people."""
         ...
 
+    @property
+    def metavar(self) -> str:
+        """What stands for the value in the help of a flag."""
+        ...
+
     def parse(self, raw: object) -> object:
         """Return the value of ``raw``: text of a flag or variable, or a value of TOML.
 
@@ -40,6 +45,11 @@ class SizeKind:
         if self.share:
             forms.append(f"a share of {self.whole} (12%)")
         return ", ".join([*forms, *self.words])
+
+    @property
+    def metavar(self) -> str:
+        """See `Kind`."""
+        return "|".join(["SIZE", *self.words])
 
     def parse(self, raw: object) -> object:
         """See `Kind`."""
@@ -69,6 +79,11 @@ class NumberKind:
         unit = f" of {self.unit}" if self.unit else ""
         return f"{what}{unit}, {self.least:g} to {self.most:.10g}"
 
+    @property
+    def metavar(self) -> str:
+        """See `Kind`."""
+        return self.unit.upper() or "NUMBER"
+
     def parse(self, raw: object) -> object:
         """See `Kind`."""
         if isinstance(raw, bool) or not isinstance(raw, int | float | str):
@@ -94,6 +109,11 @@ class ChoiceKind:
         """See `Kind`."""
         return ", ".join(self.words)
 
+    @property
+    def metavar(self) -> str:
+        """See `Kind`."""
+        return f"[{'|'.join(self.words)}]"
+
     def parse(self, raw: object) -> object:
         """See `Kind`."""
         if raw not in self.words:
@@ -109,6 +129,11 @@ class PathKind:
     def allowed(self) -> str:
         """See `Kind`."""
         return "an absolute path, or one that begins with ~"
+
+    @property
+    def metavar(self) -> str:
+        """See `Kind`."""
+        return "DIRECTORY"
 
     def parse(self, raw: object) -> object:
         """See `Kind`."""

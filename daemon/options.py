@@ -21,16 +21,16 @@ from prefixcached.actors.promotions import HITS_TO_PROMOTE
 from prefixcached.actors.retention_policy import DEFAULT_POLICY, POLICIES
 from prefixcached.actors.write_behind import USES_TO_WRITE
 from prefixcached.daemon.option_kinds import ChoiceKind, Kind, NumberKind, PathKind, SizeKind
-from prefixcached.protocol.paths import SOCKET_VARIABLE
+from prefixcached.protocol.paths import CONFIG_VARIABLE, SOCKET_VARIABLE, START_VARIABLE
 
 PREFIX: Final = "PREFIXCACHED_"
 """Of the environment variables: PREFIXCACHED_RAM_BYTES sets ram_bytes."""
 
-FILE_VARIABLE: Final = "PREFIXCACHED_CONFIG"
+FILE_VARIABLE: Final = CONFIG_VARIABLE
 """Names the configuration file."""
 
 NOT_OPTIONS: Final = frozenset(
-    {SOCKET_VARIABLE, FILE_VARIABLE, PRESSURE_FILE, "PREFIXCACHED_CRASH_AT",
+    {SOCKET_VARIABLE, FILE_VARIABLE, START_VARIABLE, PRESSURE_FILE, "PREFIXCACHED_CRASH_AT",
      "PREFIXCACHED_HYPOTHESIS"}
 )  # fmt: skip
 """Variables with the prefix that are no options. Clients know the socket by its variable alone, so
@@ -125,6 +125,11 @@ class Options:
         NumberKind("", 0.0, 1.0),
         "Share of the RAM cap that is used while the machine is short of memory.",
     )
+    metrics_port: int = _option(
+        0,
+        NumberKind("", 0, 65535, is_whole=True),
+        "Port on 127.0.0.1 that serves metrics to Prometheus; 0 serves none.",
+    )
 
 
 class Setting(NamedTuple):
@@ -177,6 +182,12 @@ def default_file() -> Path:
     return platformdirs.user_config_path("prefixcached") / "config.toml"
 
 
+def named_file(variables: Mapping[str, str] | None = None) -> Path | None:
+    """Return the configuration file that the environment names, None where it names none."""
+    named = (os.environ if variables is None else variables).get(FILE_VARIABLE)
+    return Path(named).expanduser() if named else None
+
+
 def gather(
     flags: Mapping[str, Any],
     *,
@@ -196,8 +207,7 @@ def gather(
     """
     variables = os.environ if environment is None else environment
     settings = {one.name: Setting(one.default, "default") for one in fields(Options)}
-    named = variables.get(FILE_VARIABLE)
-    path = file if file is not None else Path(named).expanduser() if named else None
+    path = file if file is not None else named_file(variables)
     for name, value in read_file(path).items():
         source = f"file {path or default_file()}"
         settings[name] = Setting(_parse(name, name, value, source), source)

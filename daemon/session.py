@@ -11,9 +11,10 @@ alone (rule C3).
 """
 
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, cast
 
@@ -22,6 +23,8 @@ import structlog
 import trio
 
 from prefixcached.actors.mailbox import Outbox, ReplySlot
+from prefixcached.daemon.latency import Latencies
+from prefixcached.daemon.restores import RestoreMeter
 from prefixcached.daemon.sockets import MessageSocket
 from prefixcached.protocol import limits, messages
 from prefixcached.protocol.actor_messages import ActorMessage, Call, ClientGone, Envelope
@@ -29,14 +32,23 @@ from prefixcached.protocol.connection import (
     CAPABILITIES,
     CLOSED,
     ONE_WAY,
+    WATCH,
     Connection,
+    MessageType,
     Received,
     Role,
     Signal,
     VersionMismatchError,
 )
 from prefixcached.protocol.errors import ProtocolError, RemoteProtocolError
-from prefixcached.protocol.messages import AnyReply, AnyRequest, Reply
+from prefixcached.protocol.framing import tag_of
+from prefixcached.protocol.messages import (
+    AnyReply,
+    AnyRequest,
+    ClientActivity,
+    Reply,
+    WatchRequest,
+)
 
 HELLO_SECONDS: Final = 5.0
 """From accept to `Hello`: a client says it at once, and one that does not takes up a place."""
@@ -84,12 +96,28 @@ class Ending(StrEnum):
     """The daemon stops."""
 
 
+def _nothing_to_watch(_: WatchRequest) -> Reply:
+    return messages.Failed(reason="protocol", detail="this daemon cannot be watched")
+
+
+def _nobody_listens(_session: int, _request: AnyRequest, _reply: Reply) -> None:
+    pass
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionSettings:
-    """What all sessions share: the boot id, the daemon's name and version, and the deadlines."""
+    """What all sessions share: the boot id, the daemon's name and version, and the deadlines.
+
+    They record their requests' times in ``latencies`` and clients' restores in ``restores``;
+    ``watch`` answers the group `watch`. ``answered`` hears what they answer without RamTier.
+    """
 
     boot: str
     daemon: str
+    watch: Callable[[WatchRequest], Reply] = _nothing_to_watch
+    answered: Callable[[int, AnyRequest, Reply], None] = _nobody_listens
+    latencies: Latencies = field(default_factory=Latencies)
+    restores: RestoreMeter = field(default_factory=RestoreMeter)
     hello_seconds: float = HELLO_SECONDS
     frame_seconds: float = FRAME_SECONDS
     send_seconds: float = SEND_SECONDS
@@ -122,6 +150,23 @@ class Session:
         self._ram_tier = ram_tier
         self._settings = settings
         self._connection = Connection(Role.DAEMON)
+        self._hello = messages.Hello(version=limits.PROTOCOL_VERSION)
+        self._since = self._doing_since = time.monotonic()
+        self._doing: MessageType | None = None
+        self._requests = 0
+
+    def activity(self) -> ClientActivity:
+        """Return what the client does now; what it holds is RamTier's to say."""
+        now = time.monotonic()
+        return ClientActivity(
+            session=self.number,
+            pid=self._hello.pid,
+            client=self._hello.client,
+            connected_seconds=now - self._since,
+            requests=self._requests,
+            doing=tag_of(self._doing) if self._doing is not None else "",
+            doing_seconds=now - self._doing_since if self._doing is not None else 0.0,
+        )
 
     async def run(self) -> Ending:
         """Serve the connection until it ends, and say why it did. Raises only `trio.Cancelled`."""
@@ -167,7 +212,8 @@ class Session:
 
     async def _greet(self) -> None:
         with trio.move_on_after(self._settings.hello_seconds):
-            await self._next_message()
+            # The table admits nothing else as the first message.
+            self._hello = cast("messages.Hello", await self._next_message())
             self._refuse_more()
             welcome = messages.Welcome(
                 version=limits.PROTOCOL_VERSION,
@@ -175,6 +221,7 @@ class Session:
                 daemon=self._settings.daemon,
                 boot=self._settings.boot,
             )
+            self._settings.answered(self.number, self._hello, welcome)
             await self._peer.send(self._connection.send(welcome))
             return
         seconds = self._settings.hello_seconds
@@ -184,12 +231,22 @@ class Session:
         """Take one message from the client and see it through."""
         request = await self._next_message()
         if type(request) in ONE_WAY:
+            if isinstance(request, messages.Release):
+                self._settings.restores.note(request)
             await self._tell_ram_tier(Call(self.number, request))
             return
         self._refuse_more()
-        slot = ReplySlot()
-        await self._tell_ram_tier(Call(self.number, request), slot)
-        reply, descriptors = await self._answer(slot)
+        kind, started = type(request), time.monotonic()
+        self._requests += 1
+        self._doing, self._doing_since = kind, started
+        descriptors: Sequence[int] = ()
+        if kind in WATCH:
+            reply = self._settings.watch(cast("WatchRequest", request))
+            self._settings.answered(self.number, request, reply)
+        else:
+            slot = ReplySlot()
+            await self._tell_ram_tier(Call(self.number, request), slot)
+            reply, descriptors = await self._answer(slot)
         reply = msgspec.structs.replace(reply, boot=self._settings.boot)
         # The table checks RamTier's replies, like anybody's.
         data = self._connection.send(cast("AnyReply", reply), len(descriptors))
@@ -198,6 +255,8 @@ class Session:
         except trio.TooSlowError:
             # Nothing can be told to whom reads nothing.
             raise _End(Ending.SLOW_READER) from None
+        self._doing = None
+        self._settings.latencies.record(kind, time.monotonic() - started)
         if isinstance(reply, messages.Failed):
             raise _End(Ending.PROTOCOL)
 

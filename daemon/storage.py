@@ -2,21 +2,26 @@
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import trio
 
 from prefixcached.actors import crash_points
 from prefixcached.actors.desk import RamConfig
-from prefixcached.actors.mailbox import Outbox
+from prefixcached.actors.holdings import Holdings
+from prefixcached.actors.mailbox import MAILBOX_MESSAGES, Outbox
 from prefixcached.actors.prefetcher import Prefetcher
 from prefixcached.actors.pressure_monitor import monitor_of_this_machine
-from prefixcached.actors.ram_tier import RamTier
+from prefixcached.actors.ram_tier import RamTier, random_id
 from prefixcached.actors.ssd_settings import SsdTierConfig
 from prefixcached.actors.ssd_tier import SsdTier
 from prefixcached.actors.store import Store
 from prefixcached.daemon.config import Config
 from prefixcached.daemon.sizes import parse_size, share_of
+
+if TYPE_CHECKING:
+    # Only a daemon that traces needs it.
+    from prefixcached.daemon.trace.tracer import Tracer
 
 
 class Storage:
@@ -24,10 +29,12 @@ class Storage:
 
     Args:
         config: What the daemon is told.
+        tracer: Records what the actors tell each other; without it nothing is in between.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, tracer: "Tracer | None" = None) -> None:
         options = config.options
+        self._tracer = tracer
         self._ram_tier = RamTier(
             RamConfig(
                 ram_bytes=config.ram_bytes,
@@ -45,7 +52,9 @@ class Storage:
                 pressure_target=options.pressure_target,
                 claim_min_tokens=options.claim_min_tokens,
                 label_ttl_seconds=options.label_ttl_seconds,
-            )
+            ),
+            mailbox=None if tracer is None else tracer.mailbox(MAILBOX_MESSAGES),
+            new_id=random_id if tracer is None else tracer.new_id(random_id),
         )
         self._ssd_tier: SsdTier | None = None
         self._prefetcher: Prefetcher | None = None
@@ -54,33 +63,52 @@ class Storage:
             daily_bytes = parse_size(options.ssd_daily_write_bytes, 0)
             self._ssd_tier = SsdTier(
                 store,
-                self._ram_tier.mailbox,
+                self._from("ssd_tier"),
                 SsdTierConfig(cap_bytes=config.ssd_bytes, daily_write_bytes=daily_bytes or None),
             )
             self._prefetcher = Prefetcher(
-                store, self._ram_tier.mailbox, quarantined=self._ssd_tier.others_changed
+                store, self._from("prefetcher"), quarantined=self._ssd_tier.others_changed
             )
-            self._ram_tier.connect(ssd=self._ssd_tier.mailbox, prefetcher=self._prefetcher.mailbox)
+            self._ram_tier.connect(
+                ssd=self._traced(self._ssd_tier.mailbox, "ram_tier->ssd_tier"),
+                prefetcher=self._traced(self._prefetcher.mailbox, "ram_tier->prefetcher"),
+            )
             self._ram_tier.statistics_sources.update(
                 ssd_tier=self._ssd_tier.statistics, prefetcher=self._prefetcher.statistics
             )
         share = config.ram_share
         self._monitor = monitor_of_this_machine(
-            self._ram_tier.mailbox,
+            self._from("pressure_monitor"),
             ram_cap=None if share is None else lambda whole_bytes: share_of(whole_bytes, share),
         )
         self._ram_tier.statistics_sources["pressure_monitor"] = self._monitor.statistics
+        self._mailbox = self._from("session")
         self._stop = trio.Event()
 
     @property
     def mailbox(self) -> Outbox:
-        """RamTier's mailbox."""
-        return self._ram_tier.mailbox
+        """RamTier's mailbox, for sessions."""
+        return self._mailbox
+
+    def _from(self, sender: str) -> Outbox:
+        """RamTier's mailbox, for ``sender``."""
+        return self._traced(self._ram_tier.mailbox, f"{sender}->ram_tier")
+
+    def _traced(self, outbox: Outbox, channel: str) -> Outbox:
+        return outbox if self._tracer is None else self._tracer.traced(outbox, channel)
 
     @property
     def boot(self) -> str:
         """This run's name (rule L3)."""
         return self._ram_tier.boot
+
+    def sample(self) -> list[float]:
+        """RamTier's row of the history (`ram_samples.COLUMNS`)."""
+        return self._ram_tier.sample()
+
+    def holdings(self) -> Holdings:
+        """What connections hold of RamTier."""
+        return self._ram_tier.holdings()
 
     @property
     def statistics_sources(self) -> dict[str, Callable[[], Any]]:

@@ -47,6 +47,9 @@ case $text in
 esac
 check 'doctor finds nothing broken' "$command" doctor
 
+log="$HOME/Library/Logs/prefixcached/prefixcached.log"
+check 'the daemon logs JSON lines to its own file' grep -q '"event": "ready"' "$log"
+
 pid=$(pid_of)
 kill -9 "$pid" 2>/dev/null
 check 'the socket survives kill -9, and a connection starts the daemon again' \
@@ -90,6 +93,14 @@ else
   skipped 'checks inside Python: the script names no interpreter'
 fi
 
+"$command" service stop >/dev/null 2>&1
+if PREFIXCACHED_START=1 "$python" -c \
+  'from prefixcached.client import connect; connect(fail_open=False).stats()' 2>/dev/null
+then failed 'a client started a daemon beside the stopped service'
+else held 'a client leaves a stopped service stopped'
+fi
+"$command" service start >/dev/null 2>&1
+
 state="$HOME/Library/Caches/prefixcached"
 if [ -d "$state" ]; then
   case $(tmutil isexcluded "$state/segments.noindex" 2>/dev/null) in
@@ -106,4 +117,15 @@ check 'service uninstall --purge' "$command" service uninstall --purge
 for path in "$agent" "$support" "$state" "$HOME/Library/Logs/prefixcached"; do
   [ ! -e "$path" ] && held "nothing is left at $path" || failed "something is left at $path"
 done
+
+if pid=$(PREFIXCACHED_START=1 "$python" -c \
+  'from prefixcached.client import connect
+print(connect(timeout=20, fail_open=False).stats()["daemon"]["pid"])' 2>/dev/null)
+then
+  held 'a client starts the daemon where no service is installed'
+  check 'and it outlives that client' kill "$pid"
+  for _ in 1 2 3 4 5 6 7 8 9 10; do kill -0 "$pid" 2>/dev/null || break; sleep 1; done
+  "$command" service uninstall --purge >/dev/null 2>&1
+else failed 'a client does not start the daemon'
+fi
 exit $((failures > 0))

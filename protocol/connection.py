@@ -41,7 +41,9 @@ from prefixcached.protocol import limits, messages
 from prefixcached.protocol.errors import LocalProtocolError, RemoteProtocolError
 from prefixcached.protocol.framing import FrameDecoder, Message, encode, tag_of
 
-CAPABILITIES: Final = ("cache", "prefetch", "flush", "claims", "labels", "objects", "inspect")
+CAPABILITIES: Final = (
+    "cache", "prefetch", "flush", "claims", "labels", "objects", "inspect", "watch",
+)  # fmt: skip
 """Groups of messages that this version has; a later minor version adds names."""
 
 
@@ -108,8 +110,16 @@ REPLIES: Final[Mapping[MessageType, frozenset[MessageType]]] = {
     messages.Status: frozenset({messages.StatusReport}),
     messages.List: frozenset({messages.Listing}),
     messages.Explain: frozenset({messages.Explanation}),
+    messages.Activity: frozenset({messages.ActivityReport}),
+    messages.Latency: frozenset({messages.LatencyReport}),
+    messages.History: frozenset({messages.HistoryReport}),
 }
 """The legal replies to each request, beside `Failed`."""
+
+WATCH: Final[frozenset[MessageType]] = frozenset(
+    {messages.Activity, messages.Latency, messages.History}
+)
+"""Requests about the daemon itself, which its front answers without RamTier."""
 
 _FAILED: Final[frozenset[MessageType]] = frozenset({messages.Failed})
 _HELLO: Final[frozenset[MessageType]] = frozenset({messages.Hello})

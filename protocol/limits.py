@@ -62,6 +62,18 @@ MAX_CONTINUATIONS: Final = 4
 MAX_CONTINUATION_TOKENS: Final = 32
 """Tokens of each: enough to recognise the text."""
 
+MAX_WATCHED: Final = 512
+"""Clients, claims or labels in one report of what goes on: as many as connections by default."""
+
+MAX_LATENCY_BOUNDS: Final = 128
+"""Buckets of a latency histogram: ten a decade from a microsecond to hours fit."""
+
+MAX_HISTORY_ROWS: Final = 3600
+"""Rows of one history report: an hour of seconds, the most that the daemon keeps."""
+
+MAX_HISTORY_SERIES: Final = 128
+"""Columns of the history: with MAX_HISTORY_ROWS a quarter of a frame."""
+
 PAGE_BYTES: Final = 16384
 """Allocation unit that budgets round up to: the page of Apple silicon, a multiple of Linux's."""
 

@@ -22,6 +22,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=86400.0)]
 Identifier = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Tier = Literal["ram", "ssd"]
+HistoryStep = Literal["second", "minute"]
 
 
 class Request(msgspec.Struct, frozen=True, tag_field="type"):
@@ -130,10 +131,17 @@ class Descriptors(Reply, frozen=True, tag="descriptors"):
 
 
 class Release(Request, frozen=True, tag="release"):
-    """One-way: end a lease. A second release, or one of an earlier boot, does nothing."""
+    """One-way: end a lease. A second release, or one of an earlier boot, does nothing.
+
+    Who copied what was lent says how many bytes and how long that took, and whether computing the
+    same tokens would have been faster.
+    """
 
     lease: Identifier
     boot: Text = ""
+    seconds: Seconds = 0.0
+    restored_bytes: Count = 0
+    is_slow: bool = False
 
 
 class Peek(Request, frozen=True, tag="peek"):
@@ -400,14 +408,126 @@ class Explanation(Reply, frozen=True, tag="explanation"):
     ] = ()
 
 
+# -- watching ------------------------------------------------------------------------------------
+
+
+class Activity(Request, frozen=True, tag="activity"):
+    """Ask which clients are connected, what each is doing, and what is being computed."""
+
+
+class ClientActivity(msgspec.Struct, frozen=True):
+    """One connection. ``doing`` is the tag of the request in flight, empty between two.
+
+    ``pid`` and ``client`` are what it said of itself. ``waits_for`` is the session that computes
+    what its take waits for, 0 where it waits for nobody.
+    """
+
+    session: Count
+    pid: Count = 0
+    client: Text = ""
+    connected_seconds: float = 0.0
+    requests: Count = 0
+    doing: Text = ""
+    doing_seconds: float = 0.0
+    leases: Count = 0
+    pins: Count = 0
+    puts: Count = 0
+    claims: Count = 0
+    waits_for: Count = 0
+
+
+class ClaimActivity(msgspec.Struct, frozen=True):
+    """``session`` is computing ``tokens`` tokens of a prompt; ``waiting`` takes wait for it."""
+
+    session: Count
+    namespace: Namespace
+    tokens: Count
+    waiting: Count
+
+
+class LabelActivity(msgspec.Struct, frozen=True):
+    """A conversation: its label marks an entry of ``tokens`` tokens."""
+
+    label: Label
+    namespace: Namespace
+    tokens: Count
+    idle_seconds: float
+
+
+class ActivityReport(Reply, frozen=True, tag="activity-report"):
+    """Answer to `Activity`. ``complete`` is false where a limit left something out.
+
+    Labels are those used last, the newest first.
+    """
+
+    clients: Annotated[tuple[ClientActivity, ...], msgspec.Meta(max_length=limits.MAX_WATCHED)]
+    claims: Annotated[tuple[ClaimActivity, ...], msgspec.Meta(max_length=limits.MAX_WATCHED)] = ()
+    labels: Annotated[tuple[LabelActivity, ...], msgspec.Meta(max_length=limits.MAX_WATCHED)] = ()
+    complete: bool = True
+
+
+class Latency(Request, frozen=True, tag="latency"):
+    """Ask how long the daemon took for each kind of request."""
+
+
+class RequestLatency(msgspec.Struct, frozen=True):
+    """Requests of one kind since the daemon's start.
+
+    ``seconds`` is the sum of their times. ``counts`` says how many took at most each bound of the
+    report and more than the one before it; its last number counts those beyond all bounds.
+    """
+
+    request: Text
+    seconds: float
+    counts: Annotated[tuple[Count, ...], msgspec.Meta(max_length=limits.MAX_LATENCY_BOUNDS + 1)]
+
+
+class LatencyReport(Reply, frozen=True, tag="latency-report"):
+    """Answer to `Latency`; kinds that never occurred are among them."""
+
+    bounds_seconds: Annotated[tuple[float, ...], msgspec.Meta(max_length=limits.MAX_LATENCY_BOUNDS)]
+    requests: tuple[RequestLatency, ...]
+
+
+class History(Request, frozen=True, tag="history"):
+    """Ask for the rows behind row ``after``, the newest ``most`` of them."""
+
+    step: HistoryStep = "second"
+    after: Count = 0
+    most: Annotated[int, msgspec.Meta(ge=1, le=limits.MAX_HISTORY_ROWS)] = limits.MAX_HISTORY_ROWS
+
+
+class Series(msgspec.Struct, frozen=True):
+    """One column: packed little-endian float64, one for each row; NaN where there was no value."""
+
+    name: Text
+    kind: Literal["counter", "gauge"]
+    values: Annotated[bytes, msgspec.Meta(max_length=8 * limits.MAX_HISTORY_ROWS)]
+
+
+class HistoryReport(Reply, frozen=True, tag="history-report"):
+    """Answer to `History`: rows ``first`` and on, each taken at one of ``times`` (Unix seconds).
+
+    Rows are numbered from 1 at the daemon's start. A row of a minute has of counters the last
+    value and of gauges the mean.
+    """
+
+    first: Count
+    times: Annotated[bytes, msgspec.Meta(max_length=8 * limits.MAX_HISTORY_ROWS)]
+    series: Annotated[tuple[Series, ...], msgspec.Meta(max_length=limits.MAX_HISTORY_SERIES)]
+
+
 OneWay = Release | Abandon | Unpin | DropClaim
+WatchRequest = Activity | Latency | History
 AnyRequest = (
     Hello | Take | Fetch | Release | Peek | Contains | Offer | Commit | Abandon
     | Prefetch | Unpin | DropClaim | CloseLabel | OfferObject | TakeObject | Flush | Clear | Status
     | List | Explain
+    | Activity | Latency | History
 )  # fmt: skip
 AnyReply = (
     Welcome | Failed | Hit | Miss | Descriptors | Length | Grant | Stored | Declined
     | Pinned | LabelClosed | Flushed | Cleared | StatusReport
     | Listing | Explanation
+    | ActivityReport | LatencyReport | HistoryReport
 )  # fmt: skip

@@ -15,6 +15,15 @@ import platformdirs
 SOCKET_VARIABLE: Final = "PREFIXCACHED_SOCKET"
 """Environment variable with the socket's path, for every command and client."""
 
+CONFIG_VARIABLE: Final = "PREFIXCACHED_CONFIG"
+"""Environment variable with the path of the daemon's configuration file."""
+
+START_VARIABLE: Final = "PREFIXCACHED_START"
+"""Environment variable: 1 lets clients start the daemon where no service does."""
+
+SERVICE_LABEL: Final = "org.prefixcached.daemon"
+"""Name of the LaunchAgent."""
+
 MAX_SOCKET_PATH_BYTES: Final = 103
 """Longest path that fits `sun_path` on macOS (104 with its NUL); Linux has 107."""
 
@@ -40,3 +49,30 @@ def socket_path(environment: Mapping[str, str] | None = None) -> Path:
         if os.path.isabs(runtime) and os.path.isdir(runtime):
             return Path(runtime) / _APPLICATION / _SOCKET_NAME
     return platformdirs.user_state_path(_APPLICATION) / _SOCKET_NAME
+
+
+def start_lock(socket: Path) -> Path:
+    """The file whose lock a client holds while it starts the daemon of ``socket``."""
+    return socket.with_name(f"{socket.name}.starting")
+
+
+def log_file() -> Path:
+    """Where a daemon logs that launchd or a client started; systemd keeps a journal instead.
+
+    On macOS ``~/Library/Logs/prefixcached/prefixcached.log``, on Linux
+    ``~/.local/state/prefixcached/log/prefixcached.log``.
+    """
+    if sys.platform == "darwin":
+        directory = Path.home() / "Library" / "Logs" / _APPLICATION
+    else:
+        directory = platformdirs.user_log_path(_APPLICATION)
+    return directory / "prefixcached.log"
+
+
+def service_files() -> tuple[Path, ...]:
+    """The files whose presence says that a service holds a socket, which they name."""
+    config_home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    return (
+        Path.home() / "Library" / "LaunchAgents" / f"{SERVICE_LABEL}.plist",
+        config_home / "systemd" / "user" / f"{_APPLICATION}.socket",
+    )

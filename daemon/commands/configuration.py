@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from prefixcached.daemon import config, options
-from prefixcached.daemon.commands.common import bytes_text, socket_option
+from prefixcached.daemon.commands.common import bytes_text, socket_option, terminal
 from prefixcached.daemon.commands.option_flags import option_flags, settings
 from prefixcached.protocol.paths import SOCKET_VARIABLE
 
@@ -57,9 +57,7 @@ def show_config(
             }
         )
     if as_json:
-        click.echo(
-            json.dumps({"file": str(config_file or options.default_file()), "options": rows})
-        )
+        click.echo(json.dumps({"file": str(_file(config_file)), "options": rows}))
     else:
         _print(rows, config_file)
 
@@ -71,9 +69,12 @@ def _socket_source(context: click.Context) -> str:
     return f"environment {SOCKET_VARIABLE}" if os.environ.get(SOCKET_VARIABLE) else "default"
 
 
+def _file(config_file: Path | None) -> Path:
+    return config_file or options.named_file() or options.default_file()
+
+
 def _print(rows: list[dict[str, Any]], config_file: Path | None) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=box.SIMPLE)
@@ -85,6 +86,6 @@ def _print(rows: list[dict[str, Any]], config_file: Path | None) -> None:
         if row["key"].endswith("_bytes") and not shown.isdigit():
             shown = f"{shown} = {bytes_text(used)}"
         table.add_row(row["key"], shown, row["source"])
-    Console().print(table)
-    file = config_file or options.default_file()
+    terminal().print(table)
+    file = _file(config_file)
     click.echo(f"configuration file: {file}{'' if file.exists() else ' (not there)'}")

@@ -19,6 +19,11 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
+import msgspec
+
+from prefixcached.daemon.commands.asking import asking
+from prefixcached.daemon.commands.common import counted
+from prefixcached.protocol.messages import List
 
 if TYPE_CHECKING:
     # `serve` imports this module as well, and stays small without rich.
@@ -58,13 +63,16 @@ class DemoFailure(click.ClickException):
     """The demonstration did not show what it promises."""
 
 
-@click.command()
+@click.command(epilog="Example: prefixcached demo --model-dir ~/.cache/smollm2")
 @click.option(
     "--model-dir",
     type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIRECTORY",
     help="Keep the prepared model (540 MB) here and find it again the next time.",
 )
-@click.option("--max-tokens", default=32, show_default=True, help="Length of an answer.")
+@click.option(
+    "--max-tokens", metavar="TOKENS", default=32, show_default=True, help="Length of an answer."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, for programs.")
 def demo(model_dir: Path | None, max_tokens: int, as_json: bool) -> None:
     """Show three processes share a system prompt through a daemon, with a real small model.
@@ -124,10 +132,13 @@ def _share(home: Path, model: Path, max_tokens: int, console: "Console") -> dict
             _wait_for(worker, "ready")
         for number, (worker, question) in enumerate(zip(workers, QUESTIONS, strict=True), 1):
             answers.append(_ask(worker, question, max_tokens, 0, f"Process {number}", console))
-        with connect(socket, fail_open=False) as cache:
+        with connect(socket, fail_open=False, start=False) as cache:
             statistics = cache.stats()
             flushed = cache.flush()
-        console.print(f"Flushed {flushed.written} images to SSD; killing the daemon (SIGKILL)")
+        with asking(socket) as tell:
+            listing = msgspec.to_builtins(tell(List()))
+        written = counted(flushed.written, "image")
+        console.print(f"Flushed {written} to SSD; killing the daemon (SIGKILL)")
         daemon.process.kill()
         daemon.process.wait()
     console.print("Starting the daemon again, and one more process")
@@ -139,7 +150,7 @@ def _share(home: Path, model: Path, max_tokens: int, console: "Console") -> dict
         _wait_until_loaded(socket)
         number = len(questions)
         answers.append(_ask(late, LATER_QUESTION, max_tokens, 0, f"Process {number}", console))
-        with connect(socket, fail_open=False) as cache:
+        with connect(socket, fail_open=False, start=False) as cache:
             restarted = cache.stats()
     console.print("Answering again in one process without a daemon, from the same tokens on")
     with _worker(home / "alone.log", model, None) as alone:
@@ -154,6 +165,7 @@ def _share(home: Path, model: Path, max_tokens: int, console: "Console") -> dict
         "shared_prefixes": _shared_prefixes([answer["prompt"] for answer in answers]),
         "daemon": statistics,
         "restarted_daemon": restarted,
+        "listing": listing,
     }
 
 
@@ -162,7 +174,7 @@ def _wait_until_loaded(socket: Path) -> None:
     from prefixcached.client import connect
 
     deadline = time.monotonic() + LOAD_SECONDS
-    with connect(socket, fail_open=False) as cache:
+    with connect(socket, fail_open=False, start=False) as cache:
         while cache.stats()["ram_tier"]["loading"] and time.monotonic() < deadline:
             time.sleep(0.05)
 

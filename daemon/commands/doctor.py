@@ -16,13 +16,14 @@ from prefixcached.daemon.commands.common import (
     EXIT_FAILED,
     EXIT_NO_DAEMON,
     bytes_text,
+    see,
     socket_option,
 )
 from prefixcached.daemon.commands.option_flags import config_option
 from prefixcached.daemon.commands.service import of_this_platform
 from prefixcached.daemon.options import OptionError, Options
 from prefixcached.daemon.service.plan import ServiceError, make_plan
-from prefixcached.protocol.paths import MAX_SOCKET_PATH_BYTES
+from prefixcached.protocol.paths import MAX_SOCKET_PATH_BYTES, service_files
 
 FEW_IMAGES: Final = 1000
 """Images that the descriptor limit should allow: below it, small prompts push each other out."""
@@ -56,13 +57,14 @@ def doctor(socket: Path, config_file: Path | None, *, as_json: bool) -> None:
     socket = socket.absolute()
     findings, chosen = check_configuration(config_file)
     findings.extend(check_socket(socket))
-    report, answer = ask(socket)
+    report, answer = ask(socket, again=_how_to_restart())
     findings.append(answer)
-    if chosen is not None:
-        findings.extend(check_storage(config.load(chosen, socket=socket), report))
     if report is not None:
         findings.extend(check_report(report))
-    findings.extend(check_service(socket, config_file))
+    # What follows needs a configuration; that it is wrong was said above.
+    if chosen is not None:
+        findings.extend(check_storage(config.load(chosen, socket=socket), report))
+        findings.extend(check_service(socket, config_file))
     findings.extend(check_versions())
     if as_json:
         click.echo(json.dumps({"findings": [finding._asdict() for finding in findings]}, indent=2))
@@ -83,9 +85,15 @@ def check_configuration(file: Path | None) -> tuple[list[Finding], Options | Non
         chosen = options.options_of(options.gather({}, file=file))
     except OptionError as error:
         return [
-            Finding("failed", "configuration", str(error), "mend it; see docs/operations.md")
+            Finding("failed", "configuration", str(error), f"mend it; {see('Configuration')}")
         ], None
-    return [Finding("ok", "configuration", str(file or options.default_file()))], chosen
+    named = file or options.named_file()
+    path = named or options.default_file()
+    if named is None and not path.exists():
+        said = f"there is no file at {path}: defaults, unless the environment sets something"
+    else:
+        said = str(path)
+    return [Finding("ok", "configuration", said)], chosen
 
 
 def check_socket(socket: Path) -> Iterator[Finding]:
@@ -135,24 +143,35 @@ def _private(directory: Path, what: str, mode: int) -> Iterator[Finding]:
         yield Finding("ok", what, f"{directory} is yours alone")
 
 
-def ask(socket: Path) -> tuple[dict[str, Any] | None, Finding]:
-    """Return what the daemon reports, None where it does not answer."""
+def _how_to_restart() -> str:
+    """What to do to a daemon that runs: a service has its own verb."""
+    if any(file.is_file() for file in service_files()):
+        return "prefixcached service restart; then prefixcached service logs"
+    return "end it (Ctrl-C where it was started, or kill) and start it again: prefixcached serve"
+
+
+def ask(socket: Path, again: str) -> tuple[dict[str, Any] | None, Finding]:
+    """Return what the daemon reports, None where it does not answer.
+
+    Args:
+        socket: Where it listens.
+        again: How it is started again.
+    """
     from prefixcached.client import connect
     from prefixcached.client.errors import NoDaemon, PrefixCachedError
 
     try:
-        with connect(socket=socket, timeout=ANSWER_SECONDS, fail_open=False) as cache:
+        with connect(socket=socket, timeout=ANSWER_SECONDS, fail_open=False, start=False) as cache:
             report = cache.stats()
     except NoDaemon as error:
         fix = "prefixcached service install, or prefixcached serve"
         return None, Finding("warning", "daemon", str(error), fix)
     except PrefixCachedError as error:
-        fix = "prefixcached service restart; then prefixcached service logs"
-        return None, Finding("failed", "daemon", str(error), fix)
+        return None, Finding("failed", "daemon", str(error), again)
     about = report["daemon"]
     if about["version"] != __version__:
         detail = f"version {about['version']} runs, and {__version__} is installed"
-        return report, Finding("warning", "daemon", detail, "prefixcached service restart")
+        return report, Finding("warning", "daemon", detail, again)
     return report, Finding("ok", "daemon", f"process {about['pid']}, version {about['version']}")
 
 
@@ -193,18 +212,18 @@ def check_report(report: Mapping[str, Any]) -> Iterator[Finding]:
     if not disk["healthy"]:
         yield Finding(
             "failed", "disk", f"writing fails: {disk['reason']}",
-            "free space or mend the volume; the daemon tries again by itself",
+            f"free space or mend the volume; the daemon tries again; {see('The disk is full')}",
         )  # fmt: skip
     if damaged := disk["damaged"] + disk["damaged_at_start"]:
         yield Finding(
             "warning", "disk", f"{damaged} damaged files were put into quarantine",
-            "prefixcached verify; if it grows, check the drive",
+            f"prefixcached verify; if it grows, check the drive; {see('A file is damaged')}",
         )  # fmt: skip
     level = report["ram_tier"]["pressure"].get("level", "unknown")
     if level in ("warn", "critical"):
         yield Finding(
             "warning", "memory", f"the machine is short of memory ({level})",
-            "lower ram_bytes, or close what uses the memory",
+            f"lower ram_bytes, or close what uses the memory; {see('It is slow')}",
         )  # fmt: skip
 
 

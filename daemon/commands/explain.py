@@ -8,7 +8,7 @@ import click
 import msgspec
 
 from prefixcached.daemon.commands.asking import Ask, asking
-from prefixcached.daemon.commands.common import socket_option
+from prefixcached.daemon.commands.common import counted, see, socket_option
 from prefixcached.daemon.commands.prompts import Tokenizer, load_tokenizer, read_prompt, shown
 from prefixcached.protocol.messages import Explain, Explanation, List, Listing
 from prefixcached.protocol.tokens import TokenArray, common_prefix_length, token_array
@@ -40,11 +40,15 @@ class Found(NamedTuple):
 
 
 @click.command(
-    epilog="Examples: prefixcached explain --namespace demo prompt.json   |   "
-    "prefixcached explain --text --tokenizer ./model a.txt b.txt",
+    epilog="""\b
+Examples: prefixcached explain --namespace demo prompt.json
+          echo "[1, 2, 3]" | prefixcached explain
+          prefixcached explain --text --tokenizer ./model a.txt b.txt""",
 )
 @socket_option
-@click.option("--namespace", help="Ask only this one; by default whichever holds most of it.")
+@click.option(
+    "--namespace", metavar="NAME", help="Ask only this one; by default whichever holds most of it."
+)
 @click.option("--text", "is_text", is_flag=True, help="The files hold text; needs --tokenizer.")
 @click.option("--tokenizer", metavar="MODEL", help="Folder or hub name; shows tokens as text too.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, for programs.")
@@ -62,8 +66,8 @@ def explain(
 ) -> None:
     """Say what a PROMPT would find in the cache, where it leaves it, and why.
 
-    PROMPT is a file of token ids, a JSON array or numbers with blanks between, "-" for standard
-    input. With a second file, OTHER, it first compares the two.
+    PROMPT is a file of token ids, a JSON array or numbers with blanks between; without it, or with
+    "-", standard input is read. With a second file, OTHER, it first compares the two.
     """
     if is_text and tokenizer is None:
         raise click.UsageError("--text needs --tokenizer MODEL")
@@ -108,7 +112,7 @@ def _tier(explanation: Explanation) -> str | None:
 
 
 def _print(name: str, tokens: TokenArray, found: list[Found], tokenizer: Tokenizer | None) -> None:
-    click.echo(f"{name}: {tokens.size:,} tokens")
+    click.echo(f"{name}: {counted(tokens.size, 'token')}")
     if not found:
         click.echo("  would miss: nothing is cached at all")
         return
@@ -117,7 +121,7 @@ def _print(name: str, tokens: TokenArray, found: list[Found], tokenizer: Tokeniz
     click.echo(f"  namespace {best.namespace}")
     if said.length:
         click.echo(
-            f"  would hit: {said.length:,} tokens from {_tier(said)}, "
+            f"  would hit: {counted(said.length, 'token')} from {_tier(said)}, "
             f"{tokens.size - said.length:,} to compute"
         )
         if 0 < said.ram_length < said.length:
@@ -125,14 +129,17 @@ def _print(name: str, tokens: TokenArray, found: list[Found], tokenizer: Tokeniz
     else:
         click.echo("  would miss")
     if said.reason:
-        click.echo(f"  why not more: {said.reason}: {REASONS.get(said.reason, 'see the manual')}")
-    if said.matched > said.length:
-        click.echo(f"  {said.matched:,} tokens are held, not all of them resumable")
+        click.echo(f"  why not more: {said.reason}: {REASONS.get(said.reason, see('Misses'))}")
+    if said.matched == tokens.size and said.length == tokens.size - 1:
+        click.echo("  all of it is held; the last token is computed for its logits (rule T3)")
+    elif said.matched > said.length:
+        held = counted(said.matched, "token")
+        click.echo(f"  {held} of it held, resumable at {said.length:,} at most")
     if said.matched < tokens.size and said.continuations:
         _print_divergence(tokens, said, tokenizer)
     for other in found[1:]:
         if other.explanation.matched:
-            click.echo(f"  also {other.explanation.matched:,} tokens in {other.namespace}")
+            click.echo(f"  also {counted(other.explanation.matched, 'token')} in {other.namespace}")
 
 
 def _print_divergence(tokens: TokenArray, said: Explanation, tokenizer: Tokenizer | None) -> None:
@@ -151,7 +158,7 @@ def _print_comparison(
 ) -> None:
     first, second = prompts
     common = common_prefix_length(first, second)
-    click.echo(f"{names[0]} and {names[1]} share their first {common:,} tokens")
+    click.echo(f"{names[0]} and {names[1]} share their first {counted(common, 'token')}")
     if common < max(first.size, second.size):
         for name, tokens in zip(names, prompts, strict=True):
             click.echo(

@@ -8,7 +8,13 @@ import click
 import msgspec
 
 from prefixcached.daemon.commands.asking import asking
-from prefixcached.daemon.commands.common import bytes_text, socket_option
+from prefixcached.daemon.commands.common import (
+    age_text,
+    bytes_text,
+    counted,
+    socket_option,
+    terminal,
+)
 from prefixcached.protocol import limits
 from prefixcached.protocol.messages import List, Listed, ListedNamespace, Listing
 
@@ -24,7 +30,7 @@ MAX_NAME_CHARACTERS: Final = 60
 
 @click.command("ls", epilog="Example: prefixcached ls --namespace demo --limit 20")
 @socket_option
-@click.option("--namespace", help="Only this namespace.")
+@click.option("--namespace", metavar="NAME", help="Only this namespace.")
 @click.option(
     "--limit",
     type=click.IntRange(1, limits.MAX_LISTED),
@@ -49,27 +55,26 @@ def list_tree(socket: Path, namespace: str | None, limit: int, *, as_json: bool)
 
 
 def _print(listing: Listing, namespace: str | None) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False)
     if not listing.namespaces:
         what = "nothing is cached" if namespace is None else f"nothing is cached in {namespace}"
         click.echo(f"{what}; `prefixcached explain` says what a prompt would find")
         return
+    console = terminal()
     for one in listing.namespaces:
-        console.print(_tree(one))
+        console.print(tree_of(one))
     if not listing.complete:
         click.echo("and more; --limit shows it, --namespace narrows it down")
 
 
-def _tree(namespace: ListedNamespace) -> "Tree":
+def tree_of(namespace: ListedNamespace) -> "Tree":
+    """Return one namespace as something that rich prints."""
     from rich.text import Text
     from rich.tree import Tree
 
     name = namespace.namespace or "(empty name)"
     if len(name) > MAX_NAME_CHARACTERS:
         name = f"{name[: MAX_NAME_CHARACTERS - 1]}…"
-    tree = Tree(Text(f"{name}  {namespace.count} pieces", style="bold"))
+    tree = Tree(Text(f"{name}  {counted(namespace.count, 'piece')}", style="bold"))
     above: list[tuple[int, Tree]] = [(-1, tree)]
     for image in namespace.images:
         while above[-1][0] >= image.depth:
@@ -81,7 +86,8 @@ def _tree(namespace: ListedNamespace) -> "Tree":
 def _line(image: Listed) -> str:
     match image.kind:
         case "segment":
-            what = f"tokens {image.start:,}..{image.end:,}"
+            one = image.end - image.start == 1
+            what = f"{'token' if one else 'tokens'} {image.start:,}..{image.end:,}"
         case "checkpoint":
             what = f"checkpoint at {image.end:,}"
         case "object":
@@ -98,12 +104,4 @@ def _line(image: Listed) -> str:
 def _used(image: Listed) -> str:
     if image.idle_seconds is None:
         return "not used since the start"
-    return f"used {age_text(image.idle_seconds)} ago, {image.uses} hits"
-
-
-def age_text(seconds: float) -> str:
-    """Seconds for people: 12 s, 3 min, 5 h, 2 d."""
-    for unit, size, below in (("s", 1, 120), ("min", 60, 7200), ("h", 3600, 172_800)):
-        if seconds < below:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds / 86400:.0f} d"
+    return f"used {age_text(image.idle_seconds)} ago, {counted(image.uses, 'hit')}"

@@ -55,6 +55,8 @@ def read_prompt(file: str, tokenizer: Tokenizer | None, *, is_text: bool) -> Tok
     Raises:
         click.UsageError: It cannot be read, or is no list of token ids.
     """
+    if file == "-" and sys.stdin.isatty():
+        click.echo("reading the prompt from standard input; Ctrl-D ends it", err=True)
     try:
         content = sys.stdin.read() if file == "-" else Path(file).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -70,6 +72,9 @@ def read_prompt(file: str, tokenizer: Tokenizer | None, *, is_text: bool) -> Tok
         raise click.UsageError(
             f"{file}: {error}; such prompts are neither stored nor found (rule N5)"
         ) from error
+    if not tokens.size:
+        where = "standard input" if file == "-" else file
+        raise click.UsageError(f"{where} has no tokens; give a file of token ids, or pipe them in")
     if tokens.size > limits.MAX_TOKENS:
         raise click.UsageError(f"{file} has {tokens.size} tokens, at most {limits.MAX_TOKENS} fit")
     return tokens

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,25 +24,59 @@ log = structlog.get_logger()
 @click.command(epilog="Example: prefixcached serve --ram-bytes 8GiB --ssd-bytes 200GiB")
 @socket_option
 @option_flags
-def serve(socket: Path, config_file: Path | None, **flags: Any) -> None:
+@click.option(
+    "--log-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Log there, rotated [standard error]",
+)
+@click.option(
+    "--trace",
+    "trace_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Record there what the actors say; see `trace`",
+)
+@click.option("--trace-tokens", is_flag=True, help="Record tokens and names in the clear")
+def serve(
+    socket: Path,
+    config_file: Path | None,
+    log_file: Path | None,
+    trace_file: Path | None,
+    trace_tokens: bool,
+    **flags: Any,
+) -> None:
     """Run the daemon in the foreground until SIGTERM or Ctrl-C.
 
-    Prints one line, READY and the socket's path, when it serves; logs to standard error.
+    Prints one line, READY and the socket's path, when it serves. Logs to standard error: for
+    people on a terminal, else a JSON object a line.
     """
     # Whatever this process creates is its user's alone (rules C1, D9).
     os.umask(0o077)
-    logs.configure()
+    if trace_tokens and trace_file is None:
+        raise click.UsageError("--trace-tokens without --trace FILE records nothing")
     chosen = options.options_of(settings(flags, config_file))
+    try:
+        limiter = logs.configure(None if log_file is None else log_file.absolute())
+    except StartError as error:
+        raise click.ClickException(str(error)) from error
     effective = config.load(chosen, socket=socket)
     # What an except* clause raises comes out as a group again, so both act after it.
     refusal: BaseException | None = None
     failed = False
     try:
-        with StallWatch() as watch:
-            storage = Storage(effective)
-            storage.statistics_sources["event_loop"] = watch.statistics
+        with ExitStack() as stack:
+            tracer = None
+            if trace_file is not None:
+                from prefixcached.daemon.trace.tracer import Tracer
+
+                tracer = Tracer(trace_file.absolute(), effective, keep_tokens=trace_tokens)
+                stack.callback(tracer.close)
+            watch = stack.enter_context(StallWatch())
+            storage = Storage(effective, tracer)
+            storage.statistics_sources.update(event_loop=watch.statistics, log=limiter.statistics)
             announce = partial(_announce, effective.socket)
-            trio.run(app.serve, effective, storage, announce, instruments=[watch])
+            trio.run(app.serve, effective, storage, announce, tracer, instruments=[watch])
     except* StartError as group:
         refusal = _first(group)
     except* Exception:

@@ -24,9 +24,10 @@ from prefixcached.daemon.service.launch_agent import LaunchAgent
 from prefixcached.daemon.service.plan import Service, ServiceError, ServicePlan, make_plan
 from prefixcached.daemon.service.systemd_units import SystemdUnits
 from prefixcached.daemon.socket_file import check_path
+from prefixcached.protocol.paths import start_lock
 
 
-@click.group(cls=CommandGroup)
+@click.group(cls=CommandGroup, epilog="Example: prefixcached service install")
 def service() -> None:
     """Run the daemon as a service: a LaunchAgent on macOS, systemd units on Linux.
 
@@ -138,7 +139,7 @@ def of_this_platform(plan: ServicePlan) -> Service:
 
 def purge_paths(plan: ServicePlan) -> list[Path]:
     """Return everything that the daemon may have left, its own directories and no others."""
-    beside_socket = [plan.socket, plan.lock_file]
+    beside_socket = [plan.socket, plan.lock_file, start_lock(plan.socket)]
     if plan.socket.parent.name == "prefixcached":
         beside_socket = [plan.socket.parent]
     config_dir = plan.config_file.parent
@@ -157,7 +158,7 @@ def ask_about(socket: Path) -> dict[str, Any]:
 
     with (
         reported_failures(socket),
-        connect(socket=socket, timeout=COMMAND_SECONDS, fail_open=False) as cache,
+        connect(socket=socket, timeout=COMMAND_SECONDS, fail_open=False, start=False) as cache,
     ):
         about: dict[str, Any] = cache.stats()["daemon"]
         return about

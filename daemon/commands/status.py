@@ -1,9 +1,10 @@
 """`prefixcached status`: what the daemon holds and what it did."""
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -11,69 +12,72 @@ from prefixcached.daemon.commands.common import (
     COMMAND_SECONDS,
     reported_failures,
     socket_option,
+    terminal,
 )
+from prefixcached.daemon.commands.status_page import page
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+NAME_COLUMNS: Final = 11
+"""Of a line's name and the blanks behind it, where it is not for a terminal."""
+
+SCHEMA: Final = 1
+"""Of ``--json``. It grows when a counter goes or changes its meaning, not when one is added."""
 
 
-@click.command()
+@click.command(epilog="Example: prefixcached status --json | jq .ram_tier.takes")
 @socket_option
+@click.option("--all", "is_all", is_flag=True, help="Every counter, one a line.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, for programs.")
-def status(socket: Path, as_json: bool) -> None:
-    """Show the counters of every part of the daemon."""
+def status(socket: Path, *, is_all: bool, as_json: bool) -> None:
+    """Show what the daemon holds and did: tiers, hits, pressure, writer, clients.
+
+    docs/operations.md says what each counter means and what to do about it.
+    """
     from prefixcached.client import connect
 
     with (
         reported_failures(socket),
-        connect(socket=socket, timeout=COMMAND_SECONDS, fail_open=False) as cache,
+        connect(socket=socket, timeout=COMMAND_SECONDS, fail_open=False, start=False) as cache,
     ):
         report = cache.stats()
     if as_json:
-        click.echo(json.dumps(report, indent=2, sort_keys=True, default=str))
+        said = {"schema": SCHEMA, **report}
+        click.echo(json.dumps(said, indent=2, sort_keys=True, default=str))
+    elif is_all:
+        for name, value in counters(report):
+            click.echo(f"{name}  {value}")
     else:
-        _print_table(report)
+        show(report)
 
 
-def _print_table(report: Mapping[str, Any]) -> None:
-    from rich.console import Console
+def show(report: Mapping[str, Any]) -> None:
+    """Print the page: in columns on a terminal, and without blanks at the ends elsewhere."""
+    if sys.stdout.isatty():
+        terminal().print(table(report))
+        return
+    for name, text, _ in page(report):
+        click.echo(f"{name:{NAME_COLUMNS}}{text}")
+
+
+def table(report: Mapping[str, Any]) -> "Table":
+    """Return the page as something that rich prints."""
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title="prefixcached", title_justify="left")
-    table.add_column("part")
-    table.add_column("what")
-    table.add_column("value", justify="right")
-    for section in sorted(report):
-        shown = section
-        for name, value in _rows(report[section]):
-            table.add_row(shown, name, _text(name, value))
-            shown = ""
-        table.add_section()
-    Console().print(table)
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold")
+    grid.add_column(overflow="fold")
+    for name, text, is_alarm in page(report):
+        grid.add_row(name, Text(text, style="yellow" if is_alarm else ""))
+    return grid
 
 
-def _rows(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def counters(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Flatten nested sections to dotted names."""
     if not isinstance(value, Mapping):
         yield prefix, value
         return
-    for name, inner in value.items():
-        yield from _rows(inner, f"{prefix}.{name}" if prefix else str(name))
-
-
-def _text(name: str, value: Any) -> str:
-    if isinstance(value, int) and not isinstance(value, bool):
-        if "bytes" in name:
-            return _size(value)
-        # A process id is a name made of digits.
-        return str(value) if name == "pid" else f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:,.3f}".rstrip("0").rstrip(".")
-    return str(value)
-
-
-def _size(count: int) -> str:
-    """Bytes for people: 1.5 MiB."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} TiB"
+    for name, inner in sorted(value.items()):
+        yield from counters(inner, f"{prefix}.{name}" if prefix else str(name))

@@ -18,6 +18,7 @@ from prefixcached.daemon.options import options_of
 @click.option(
     "--state-dir",
     type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIRECTORY",
     help="The directory to check; by default the daemon's.",
 )
 @click.option("--repair", "is_repair", is_flag=True, help="Move damaged files into quarantine.")
@@ -29,6 +30,8 @@ def verify(state_dir: Path | None, config_file: Path | None, *, is_repair: bool)
     """
     chosen = options_of(settings({"state_dir": state_dir}, config_file))
     directory = chosen.state_dir or config.default_state_dir()
+    if state_dir is not None and not directory.is_dir():
+        raise click.UsageError(f"--state-dir {directory} does not exist")
     survey = Survey(directory)
     try:
         findings = _check_all(survey)

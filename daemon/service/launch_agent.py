@@ -44,7 +44,8 @@ def render(plan: ServicePlan) -> bytes:
     """
     template = resources.files("prefixcached.deploy") / "launchd" / f"{LABEL}.plist"
     agent: dict[str, Any] = plistlib.loads(template.read_bytes())
-    agent["ProgramArguments"] = list(plan.arguments)
+    # launchd puts what comes before the daemon's own log there too, but never rotates it.
+    agent["ProgramArguments"] = [*plan.arguments, "--log-file", str(plan.log_file)]
     agent["StandardOutPath"] = agent["StandardErrorPath"] = str(plan.log_file)
     agent["Sockets"]["Listener"]["SockPathName"] = str(plan.socket)
     if plan.is_resident:

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
-import platformdirs
-
 from prefixcached.daemon import config, options
+from prefixcached.protocol.paths import SERVICE_LABEL, log_file
 
-LABEL: Final = "org.prefixcached.daemon"
+LABEL: Final = SERVICE_LABEL
 """Name of the LaunchAgent."""
 
 HOMEBREW_LABEL: Final = "homebrew.mxcl.prefixcached"
@@ -60,7 +59,7 @@ class ServicePlan:
     @property
     def log_file(self) -> Path:
         """Where launchd puts what the daemon prints."""
-        return self.log_dir / "prefixcached.log"
+        return self.log_dir / log_file().name
 
     @property
     def lock_file(self) -> Path:
@@ -131,16 +130,12 @@ def make_plan(
     """
     home = Path.home()
     settings = options.options_of(options.gather({}, file=config_file))
-    if sys.platform == "darwin":
-        log_dir = home / "Library" / "Logs" / "prefixcached"
-    else:
-        log_dir = platformdirs.user_log_path("prefixcached")
     extra = () if config_file is None else ("--config", str(config_file.absolute()))
     return ServicePlan(
         program=console_script(sys.argv[0]),
         socket=socket.absolute(),
         home=home,
-        log_dir=log_dir,
+        log_dir=log_file().parent,
         state_dir=settings.state_dir or config.default_state_dir(),
         config_file=config_file or options.default_file(),
         extra=extra,

@@ -17,7 +17,7 @@ class Prefixcached < Formula
   end
 
   service do
-    run [opt_bin/"prefixcached", "serve"]
+    run [opt_bin/"prefixcached", "serve", "--log-file", var/"log/prefixcached.log"]
     keep_alive crashed: true
     process_type :interactive
     stop_timeout 30

@@ -6,6 +6,8 @@ from typing import Any
 import trio
 import trio.testing
 
+from prefixcached.actors import ram_samples
+from prefixcached.actors.holdings import NO_HOLDINGS, Holdings
 from prefixcached.actors.mailbox import Outbox, ReplySlot
 from prefixcached.protocol import messages as m
 from prefixcached.protocol.actor_messages import ActorMessage, Call, ClientGone, Envelope
@@ -46,6 +48,12 @@ class FakeRamTier:
         self.statistics_sources: dict[str, Callable[[], Any]] = {}
         self._stop = trio.Event()
         self._is_failing = False
+
+    def sample(self) -> list[float]:
+        return [0.0] * len(ram_samples.COLUMNS)
+
+    def holdings(self) -> Holdings:
+        return NO_HOLDINGS
 
     @property
     def calls(self) -> list[AnyRequest]:

@@ -105,7 +105,10 @@ def test_systemds_variables_are_for_this_process_alone(
     assert mine == {"PATH": "/bin"}
 
 
-@pytest.mark.skipif(shutil.which("systemd-socket-activate") is None, reason="no systemd here")
+@pytest.mark.skipif(
+    shutil.which("systemd-socket-activate") is None,
+    reason="systemd-socket-activate is not installed",
+)
 def test_systemd_itself_hands_over_its_socket(directory: Path) -> None:
     """The real protocol, by systemd's own tool: it starts the daemon at the first connection."""
     with subprocess.Popen(

@@ -72,11 +72,13 @@ def test_status_and_clear_speak_to_a_real_daemon(daemon: DaemonProcess) -> None:
     assert report["daemon"]["pid"] == daemon.pid
     assert report["listener"]["accepted"] >= 1
     assert report["ram_tier"]["leases"] == 0
-    table = invoke("status", "--socket", str(daemon.socket))
-    assert table.exit_code == 0
-    assert "ram_tier" in table.output
-    assert invoke("clear", socket=daemon.socket).output == "cleared\n"
-    assert invoke("clear", "--namespace", "n", socket=daemon.socket).output == "cleared n\n"
+    assert report["schema"] == 1
+    page = invoke("status", "--socket", str(daemon.socket))
+    assert page.exit_code == 0
+    assert f"process {daemon.pid}" in page.output
+    lines = invoke("status", "--all", socket=daemon.socket).output.splitlines()
+    assert "ram_tier.takes.tokens_reused  0" in lines
+    assert invoke("clear", socket=daemon.socket).output == "nothing is cached\n"
 
 
 def test_a_second_daemon_for_the_same_socket_ends_with_1(daemon: DaemonProcess) -> None:

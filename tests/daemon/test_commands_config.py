@@ -124,7 +124,7 @@ def test_every_option_reaches_the_actors(tmp_path: Path) -> None:
         retention="lru", namespace_quota=0.25, promote="never", idle_seconds=7.0,
         write_policy="second-hit",
         label_ttl_seconds=8.0, claim_min_tokens=9, put_min_tokens=10, pressure_target=0.125,
-        checkpoint_min_tokens=11,
+        checkpoint_min_tokens=11, metrics_port=12,
     )  # fmt: skip
     for one in dataclasses.fields(Options):
         assert getattr(changed, one.name) != one.default, one.name

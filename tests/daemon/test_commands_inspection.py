@@ -1,6 +1,7 @@
 """`ls` and `explain`, as a user or a script meets them."""
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,6 +83,8 @@ def test_explain_says_what_would_hit(filled: DaemonProcess, tmp_path: Path) -> N
     assert shown.exit_code == 0, shown.output
     assert "would hit: 999 tokens from ram, 1 to compute" in shown.output
     assert "why not more" not in shown.output
+    assert "all of it is held" in shown.output
+    assert "resumable at" not in shown.output
 
 
 def test_explain_shows_the_tokens_on_both_sides(filled: DaemonProcess) -> None:
@@ -112,6 +115,14 @@ def test_explain_says_that_a_hybrid_needs_a_checkpoint(filled: DaemonProcess) ->
     report = explain(filled, "--namespace", "hybrid", text=json.dumps([*range(400), 7]))
     (said,) = report["prompts"][0]["namespaces"]
     assert (said["length"], said["matched"], said["reason"]) == (0, 400, "no-checkpoint")
+
+
+def test_one_is_singular(filled: DaemonProcess) -> None:
+    """No `1 hits` and no `1 tokens`."""
+    shown = invoke("ls", socket=filled.socket).output
+    shown += invoke("explain", socket=filled.socket, text="7").output
+    assert not [line for line in shown.splitlines() if re.search(r"\b1 (hits|tokens|pieces)", line)]
+    assert "-: 1 token\n" in shown
 
 
 def test_explain_compares_two_prompts(filled: DaemonProcess, tmp_path: Path) -> None:
@@ -146,6 +157,8 @@ def test_explain_changes_nothing(filled: DaemonProcess) -> None:
         ("[1, 2", "JSON"),
         ("1 -2", "N5"),
         ("[true]", "True"),
+        ("", "standard input has no tokens"),
+        ("[]", "standard input has no tokens"),
     ],
 )
 def test_what_is_no_prompt_is_wrong_usage(filled: DaemonProcess, text: str, named: str) -> None:

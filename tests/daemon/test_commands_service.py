@@ -111,6 +111,7 @@ def test_a_purge_leaves_a_named_directorys_other_files(tmp_path: Path) -> None:
     assert tmp_path / "mine" not in paths
     assert tmp_path / "mine" / "segments.noindex" in paths
     assert tmp_path / "mine" / "s" in paths
+    assert tmp_path / "mine" / "s.starting" in paths
     assert tmp_path / "mine" / "my.toml" in paths
 
 

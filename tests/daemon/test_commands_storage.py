@@ -132,15 +132,29 @@ def test_a_file_that_vanishes_meanwhile_is_no_finding(stored: DaemonProcess) -> 
 
 
 def test_verify_of_nothing_says_so(directory: Path) -> None:
-    """A machine on which no daemon ever ran is in order."""
-    shown = invoke("verify", "--state-dir", str(directory / "none"))
+    """A machine on which no daemon ever ran is in order; a directory that is named must exist."""
+    environment: dict[str, str | None] = {"PREFIXCACHED_STATE_DIR": str(directory / "none")}
+    shown = invoke("verify", environment=environment)
     assert shown.exit_code == 0
     assert "nothing is stored" in shown.output
+    shown = invoke("verify", "--state-dir", str(directory / "none"))
+    assert shown.exit_code == 2
+    assert "does not exist" in shown.output
 
 
 def test_flush_without_a_daemon_ends_with_3(directory: Path) -> None:
     """A script can tell that nobody answers."""
     assert invoke("flush", socket=directory / "s").exit_code == 3
+
+
+def test_clear_says_what_left(stored: DaemonProcess) -> None:
+    """With counts; a namespace that nobody knows is named, since it may be misspelt."""
+    shown = invoke("clear", "--namespace", "nope", socket=stored.socket)
+    assert shown.exit_code == 0
+    assert shown.output == "nothing is cached in nope; `prefixcached ls` names the namespaces\n"
+    shown = invoke("clear", "--namespace", "n", socket=stored.socket)
+    assert shown.output.startswith("cleared 1 piece in n, ")
+    assert invoke("clear", socket=stored.socket).output.startswith("cleared 2 pieces, ")
 
 
 def test_flush_that_cannot_write_ends_with_1(stored: DaemonProcess) -> None:

@@ -85,7 +85,14 @@ def test_the_property_list_has_what_launchd_needs(plan: ServicePlan) -> None:
     agent = plistlib.loads(render(plan))
     assert agent == {
         "Label": LABEL,
-        "ProgramArguments": [str(plan.program), "serve", "--socket", str(plan.socket)],
+        "ProgramArguments": [
+            str(plan.program),
+            "serve",
+            "--socket",
+            str(plan.socket),
+            "--log-file",
+            str(plan.log_file),
+        ],
         "Sockets": {
             "Listener": {
                 "SockType": "stream",
@@ -116,16 +123,43 @@ def test_the_resident_variant_starts_at_login_and_after_a_crash(plan: ServicePla
     assert agent["KeepAlive"] == {"SuccessfulExit": False}
 
 
-def test_apples_format_is_valid(plan: ServicePlan, tmp_path: Path) -> None:
-    """Where plistutil or plutil is installed, it reads the file too."""
-    file = tmp_path / "agent.plist"
+@pytest.mark.skipif(
+    not (shutil.which("plutil") or shutil.which("plistutil")),
+    reason="neither plutil nor plistutil (Debian: libplist-utils) is installed",
+)
+def test_another_implementation_reads_the_property_list(plan: ServicePlan, tmp_path: Path) -> None:
+    """PLATFORM 1.1: Apple's plutil or libplist's plistutil finds the same in it as plistlib."""
+    file, binary = tmp_path / "agent.plist", tmp_path / "binary"
     file.write_bytes(render(plan))
     if tool := shutil.which("plutil"):
-        subprocess.run([tool, "-lint", file], check=True)
-    elif tool := shutil.which("plistutil"):
-        subprocess.run([tool, "-i", file, "-o", tmp_path / "binary"], check=True)
+        command = [tool, "-convert", "binary1", "-o", str(binary), str(file)]
     else:
-        assert file.read_bytes().startswith(b"<?xml")
+        command = ["plistutil", "-f", "bin", "-i", str(file), "-o", str(binary)]
+    subprocess.run(command, check=True)
+    assert binary.read_bytes().startswith(b"bplist00"), "it was read and written anew"
+    assert plistlib.loads(binary.read_bytes()) == plistlib.loads(render(plan))
+
+
+KEYS = {
+    "Label": str, "ProgramArguments": list, "Sockets": dict, "ProcessType": str,
+    "ExitTimeOut": int, "ThrottleInterval": int, "Umask": int, "SoftResourceLimits": dict,
+    "HardResourceLimits": dict, "LimitLoadToSessionType": list, "EnvironmentVariables": dict,
+    "StandardOutPath": str, "StandardErrorPath": str, "RunAtLoad": bool, "KeepAlive": dict,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_resident", [False, True])
+def test_every_key_is_launchds_and_of_its_type(plan: ServicePlan, is_resident: bool) -> None:
+    """PLATFORM 1.1: no key that launchd would ignore, none of another type, paths absolute."""
+    agent = plistlib.loads(render(plan_in(plan.home, is_resident=is_resident)))
+    assert {key for key, value in agent.items() if type(value) is not KEYS.get(key)} == set()
+    (listener,) = agent["Sockets"].values()
+    assert listener.keys() == {"SockType", "SockPathName", "SockPathMode"}
+    program = agent["ProgramArguments"][0]
+    for path in (listener["SockPathName"], agent["StandardErrorPath"], program):
+        assert Path(path).is_absolute()
+    assert agent["ExitTimeOut"] <= 60, "launchd clamps a longer one in the gui domain"
+    assert all(isinstance(value, str) for value in agent["EnvironmentVariables"].values())
 
 
 def test_install_makes_directories_writes_the_file_and_loads_it(

@@ -75,7 +75,9 @@ def test_arguments_are_protected_from_systemd() -> None:
     assert quoted('/a b/%h/$x"\\') == '"/a b/%%h/$$x\\"\\\\"'
 
 
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
+@pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed"
+)
 def test_systemd_finds_nothing_wrong(plan: ServicePlan, tmp_path: Path) -> None:
     """`systemd-analyze verify` accepts both files."""
     for name, text in render(plan).items():

@@ -53,6 +53,10 @@ REQUESTS: Final = (
     m.List(),
     m.List(namespace="n", limit=7),
     m.Explain(namespace="n", tokens=TOKENS),
+    m.Activity(),
+    m.Latency(),
+    m.History(),
+    m.History(step="minute", after=7, most=60),
 )
 
 REPLIES: Final = (
@@ -93,6 +97,21 @@ REPLIES: Final = (
     ),
     m.Explanation(
         length=256, ram_length=0, matched=300, reason="diverged", continuations=(TOKENS[:128],)
+    ),
+    m.ActivityReport(
+        clients=(
+            m.ClientActivity(3, 4711, "tests", 12.5, 99, "take", 0.25, 1, 2, 3, 4, waits_for=2),
+            m.ClientActivity(2),
+        ),
+        claims=(m.ClaimActivity(2, "n", 20_000, 1),),
+        labels=(m.LabelActivity("session é", "n", 512, 3.5),),
+        complete=False,
+    ),
+    m.LatencyReport(
+        bounds_seconds=(0.1, 1.0), requests=(m.RequestLatency("take", 2.5, (3, 1, 0)),)
+    ),
+    m.HistoryReport(
+        first=8, times=bytes(16), series=(m.Series("takes", "counter", bytes(range(16))),)
     ),
     m.StatusReport(report={"ram_tier": {"images": 3, "by": {"state": 1.5}, "on": True, "x": None}}),
 )

@@ -1,0 +1,78 @@
+"""Link: one connection of a replay to its daemon. It owns the socket and what it received."""
+
+import os
+import socket
+from pathlib import Path
+
+from prefixcached.daemon.sockets import MessageSocket
+from prefixcached.protocol import limits, messages
+from prefixcached.protocol.connection import CAPABILITIES, CLOSED, Connection, Received, Role
+from prefixcached.protocol.messages import AnyRequest, OneWay, Reply
+
+
+class ReplayFailedError(Exception):
+    """The daemon of the replay is gone, or does not answer."""
+
+
+class Link(MessageSocket):
+    """One connection to the daemon, greeted by `open_link`."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock)
+        self._connection = Connection(Role.CLIENT)
+        self.sent = 0
+        """Requests with a reply, of which `Activity` says how many have arrived."""
+        self.is_ahead = False
+        """Whether something was sent that may not have arrived."""
+
+    async def say(self, request: AnyRequest) -> None:
+        """Send one message."""
+        self.is_ahead = True
+        self.sent += not isinstance(request, OneWay | messages.Hello)
+        await self.send(self._connection.send(request))
+
+    async def hear(self) -> tuple[Reply, list[int]]:
+        """Return the next reply with its descriptors, which are the caller's to close.
+
+        Raises:
+            ReplayFailedError: The connection ended.
+        """
+        while True:
+            event = self._connection.next_event()
+            if isinstance(event, Received):
+                assert isinstance(event.message, Reply)
+                self.is_ahead = False
+                return event.message, event.descriptors
+            if event is CLOSED:
+                raise ReplayFailedError("the daemon ended a connection of the replay")
+            data, descriptors = await self.receive()
+            self._connection.receive(data, descriptors)
+            if not data:
+                self._connection.receive_eof()
+
+    async def ask(self, request: AnyRequest) -> tuple[Reply, list[int]]:
+        """Send one request and return its reply, as `hear`."""
+        await self.say(request)
+        return await self.hear()
+
+    def close(self) -> None:
+        """End the connection."""
+        super().close()
+        for descriptor in self._connection.take_unclaimed():
+            os.close(descriptor)
+
+
+async def open_link(path: Path, name: str) -> Link:
+    """Connect, and say who it is."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.connect(str(path))
+    link = Link(sock)
+    await link.ask(
+        messages.Hello(
+            version=limits.PROTOCOL_VERSION,
+            capabilities=CAPABILITIES,
+            client=name,
+            pid=os.getpid(),
+        )
+    )
+    return link

@@ -1,0 +1,194 @@
+"""The trace file: a stream of msgpack values, written by one daemon and read by commands.
+
+    value 1      the text "prefixcached-trace", by which a file is known to be one
+    value 2      the header: a map, see `Header`
+    value 3...   records: [seconds since the start, channel, flow, message], the message a map with
+                 its tag under "type"
+
+A file that ends in the middle of a value, as kill -9 leaves it, is readable up to there.
+`TraceWriter` owns the descriptor it writes to; one thread at a time may use it.
+"""
+
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgpack
+import msgspec
+
+from prefixcached.daemon.errors import StartError
+
+FORMAT: Final = 1
+"""Grows when a reader of the old one would misunderstand the new."""
+
+MAGIC: Final[bytes] = msgpack.packb("prefixcached-trace")
+
+MAX_VALUE_BYTES: Final = 64 << 20
+"""One record: four frames of the protocol. More is damage, not a message."""
+
+Plain = dict[str, Any]
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True):
+    """What a trace says of itself. ``started`` is Unix time, ``config`` what was in force."""
+
+    format: int
+    version: str
+    started: float
+    tokens: Literal["digests", "ids"]
+    config: Plain
+
+
+class Record(msgspec.Struct, frozen=True, array_like=True):
+    """One message. ``channel`` is "sender->receiver", ``flow`` as in `flows`, or empty."""
+
+    seconds: float
+    channel: str
+    flow: str
+    message: Plain
+
+    @property
+    def type(self) -> str:
+        """The message's tag; of a call that of its request."""
+        return str(self.body.get("type", ""))
+
+    @property
+    def body(self) -> Plain:
+        """The message; of a call its request."""
+        body: Plain = self.message.get("request", self.message)
+        return body
+
+    @property
+    def session(self) -> int:
+        """The session of the flow, 0 where there is none."""
+        number = self.flow.partition(".")[0]
+        return int(number) if number.isdigit() else 0
+
+
+class TraceError(ValueError):
+    """A file is no trace, or is damaged."""
+
+
+class TraceWriter:
+    """Appends to a new trace.
+
+    Args:
+        path: Created with mode 0600. A file that is there is replaced if it is a trace.
+        header: The header.
+
+    Raises:
+        StartError: It cannot be written, is no trace, or another daemon writes it.
+    """
+
+    def __init__(self, path: Path, header: Header) -> None:
+        try:
+            self._descriptor = os.open(
+                path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600
+            )
+        except OSError as error:
+            raise StartError(f"cannot write the trace {path}: {error.strerror}") from error
+        try:
+            self._take_over(path)
+            self.append([MAGIC, msgpack.packb(msgspec.to_builtins(header))])
+        except OSError as error:
+            self.close()
+            raise StartError(f"cannot write the trace {path}: {error.strerror}") from error
+        except StartError:
+            self.close()
+            raise
+
+    def _take_over(self, path: Path) -> None:
+        status = os.fstat(self._descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise StartError(f"cannot write the trace {path}: it is no regular file")
+        if status.st_size and os.pread(self._descriptor, len(MAGIC), 0) != MAGIC:
+            raise StartError(
+                f"{path} exists and is no trace; name another file, or remove this one first"
+            )
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StartError(f"another daemon writes the trace {path}; name another file") from None
+        os.fchmod(self._descriptor, 0o600)
+        os.ftruncate(self._descriptor, 0)
+
+    def append(self, values: list[bytes]) -> int:
+        """Write encoded values and return their bytes.
+
+        Raises:
+            OSError: Not all could be written.
+        """
+        data = b"".join(values)
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(self._descriptor, rest) :]
+        return len(data)
+
+    def close(self) -> None:
+        """Close the file. A second call does nothing."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def encoded(record: Record) -> bytes:
+    """Return a record as it stands in the file.
+
+    Raises:
+        ValueError, TypeError, OverflowError: The message has no msgpack form.
+    """
+    data: bytes = msgpack.packb(
+        [record.seconds, record.channel, record.flow, record.message], use_bin_type=True
+    )
+    return data
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[tuple[Header, Iterator[Record]]]:
+    """Open a trace for the block: its header, and its records as they are read.
+
+    Raises:
+        OSError: It cannot be read.
+        TraceError: It is no trace, of another format, or damaged; the records raise it as well.
+    """
+    with path.open("rb") as file:
+        if file.read(len(MAGIC)) != MAGIC:
+            raise TraceError(f"{path} is no trace")
+        values = msgpack.Unpacker(
+            file, raw=False, strict_map_key=False, max_buffer_size=MAX_VALUE_BYTES
+        )
+        header = _header(path, values)
+        yield header, _records(path, values)
+
+
+def _header(path: Path, values: Any) -> Header:
+    try:
+        plain = next(values)
+        form = plain.get("format") if isinstance(plain, dict) else None
+        if form != FORMAT:
+            raise TraceError(
+                f"{path} has format {form!r}, and this version reads {FORMAT}; read it with the "
+                "version that wrote it"
+            )
+        return msgspec.convert(plain, Header)
+    except StopIteration:
+        raise TraceError(f"{path} ends within its header: nothing was recorded") from None
+    except (ValueError, msgpack.UnpackException) as error:
+        if isinstance(error, TraceError):
+            raise
+        raise TraceError(f"{path} is damaged at its beginning: {error}") from error
+
+
+def _records(path: Path, values: Any) -> Iterator[Record]:
+    while True:
+        start = values.tell()
+        try:
+            yield msgspec.convert(next(values), Record)
+        except StopIteration:
+            return
+        except (ValueError, msgpack.UnpackException) as error:
+            raise TraceError(f"{path} is damaged at byte {len(MAGIC) + start}: {error}") from error

@@ -1,0 +1,147 @@
+"""Log lines: their form, their bounds in number and size."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import structlog
+from structlog.typing import EventDict
+
+from prefixcached.client import connect
+from prefixcached.client.wire import Wire
+from prefixcached.daemon.logs import LINES_A_WINDOW, MAX_EVENTS, WINDOW_SECONDS, Limiter
+from tests.support.daemon_process import DaemonProcess
+
+LOGGING = """
+import sys
+from pathlib import Path
+from prefixcached.daemon import logs
+import structlog
+logs.configure(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
+log = structlog.get_logger()
+log.info("ready", socket="/s", bytes=7)
+try:
+    prompt = "secret"
+    raise ValueError("no")
+except ValueError:
+    log.exception("a session failed", session=3)
+"""
+
+
+def test_off_a_terminal_each_event_is_one_json_object() -> None:
+    """One line an event, with its fields; a traceback is a field, without values of variables."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOGGING], capture_output=True, text=True, check=True
+    )
+    first, second = map(json.loads, done.stderr.splitlines())
+    assert first.items() >= {"event": "ready", "level": "info", "socket": "/s", "bytes": 7}.items()
+    assert first["timestamp"]
+    assert (second["event"], second["level"], second["session"]) == (
+        "a session failed", "error", 3,
+    )  # fmt: skip
+    assert "ValueError: no" in second["exception"]
+    assert "secret" not in done.stderr
+
+
+def test_on_a_terminal_it_is_for_people() -> None:
+    """No JSON where a person looks."""
+    master, slave = pty.openpty()
+    try:
+        subprocess.run([sys.executable, "-c", LOGGING], stderr=slave, check=True)
+        said = os.read(master, 1 << 16).decode()
+    finally:
+        os.close(master)
+        os.close(slave)
+    assert "ready" in said
+    assert "{" not in said.splitlines()[0]
+
+
+def test_a_log_file_is_rotated_by_size(tmp_path: Path) -> None:
+    """It and the one before it are kept, neither beyond the bound, private, and no line is torn."""
+    script = (
+        "import sys; from pathlib import Path; from prefixcached.daemon.logs import LogFile\n"
+        "log = LogFile(Path(sys.argv[1]), max_bytes=1000)\n"
+        "for number in range(100): log.write(f'{number:03} ' + 'x' * 46 + '\\n')\n"
+        "raise SystemExit('the last words')"
+    )
+    file = tmp_path / "new" / "log"
+    done = subprocess.run([sys.executable, "-c", script, str(file)], check=False)
+    assert done.returncode == 1
+    assert sorted(path.name for path in file.parent.iterdir()) == ["log", "log.1"]
+    old, new = file.with_name("log.1").read_text(), file.read_text()
+    assert old.count("\n") == 1000 // 51
+    assert "099 x" in new
+    assert new.endswith("the last words\n"), "standard error goes there as well"
+    assert all(len(line) == 50 for line in old.splitlines())
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert file.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_serve_logs_to_a_file_that_it_is_given() -> None:
+    """What launchd's and a client's daemon do: standard error stays silent."""
+    with DaemonProcess() as process:
+        file = process.directory / "own.log"
+        process.kill()
+        process._options = ("--log-file", str(file))
+        process.start()
+        assert process.terminate() == 0
+        events = [json.loads(line)["event"] for line in file.read_text().splitlines()]
+        assert events == ["ready", "stopping", "stopped"]
+        assert '"stopped"' not in process.log()
+
+
+def test_a_log_file_that_cannot_be_opened_ends_the_start(tmp_path: Path) -> None:
+    """It says which file and why."""
+    done = subprocess.run(
+        [sys.executable, "-m", "prefixcached.daemon.cli", "serve", "--log-file",
+         "/dev/null/log", "--socket", str(tmp_path / "s")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: cannot log to /dev/null/log: ")
+
+
+def test_an_event_that_floods_is_counted_instead() -> None:
+    """A client that fails in a loop cannot fill the disk; the next window says what is missing."""
+    now = 0.0
+    limiter = Limiter(lambda: now)
+
+    def passes(event: str) -> EventDict | None:
+        try:
+            return limiter(None, "info", {"event": event})
+        except structlog.DropEvent:
+            return None
+
+    passed = [passes("ended a session") for _ in range(500)]
+    assert sum(line is not None for line in passed) == LINES_A_WINDOW
+    assert passes("ready") is not None, "another event is not held back"
+    now = WINDOW_SECONDS
+    assert passes("ended a session") == {
+        "event": "ended a session", "suppressed": 500 - LINES_A_WINDOW,
+    }  # fmt: skip
+    assert limiter.statistics() == {
+        "lines": LINES_A_WINDOW + 2, "suppressed": 500 - LINES_A_WINDOW,
+    }  # fmt: skip
+    for number in range(2 * MAX_EVENTS):
+        passes(f"event {number}")
+    assert len(limiter._windows) <= MAX_EVENTS
+
+
+def test_bad_sessions_leave_a_bounded_log() -> None:
+    """C3: clients that break the protocol, over and over; `status` counts the unwritten lines."""
+    with DaemonProcess() as process:
+        for _ in range(100):
+            wire = Wire(process.socket)
+            wire._socket.connect(str(process.socket))
+            wire._socket.sendall(b"\xff" * 64)
+            assert wire._socket.recv(4096)
+            wire.close()
+        with connect(process.socket, fail_open=False) as cache:
+            report = cache.stats()
+        lines = [line for line in process.log().splitlines() if "ended a session" in line]
+    assert len(lines) == LINES_A_WINDOW
+    assert report["log"]["suppressed"] == 100 - LINES_A_WINDOW
+    assert report["listener"]["endings"]["protocol"] == 100
