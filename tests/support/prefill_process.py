@@ -9,19 +9,14 @@ tokens it forwarded and what the logits of the last one are.
 """
 
 import itertools
-import json
-import os
-import signal
-import subprocess
 import sys
-import threading
 from pathlib import Path
-from queue import SimpleQueue
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import xxhash
+
+from tests.support.talking_process import TalkingProcess, heard, say
 
 STEP_TOKENS = 64
 """Tokens of one call of the model: a prefill of several calls, which can be killed in between."""
@@ -64,15 +59,12 @@ def main(socket: str, name: str, count: int, wait: float) -> None:
     """The process."""
     from prefixcached.client import PromptCache, connect
 
-    def say(**what: Any) -> None:
-        print(json.dumps(what), flush=True)
-
     model, vocabulary = load(name)
     prompt = prompt_of(name, count, vocabulary)
     with connect(socket=socket, timeout=60) as cache:
         shared = PromptCache(model, cache=cache)
         say(event="ready")
-        is_stepped = sys.stdin.readline() == "stop\n"
+        is_stepped = heard() == "stop"
         kv, reused = shared.fetch(prompt, wait=wait)
         say(event="fetched", reused=reused)
         forwarded, digest = 0, ""
@@ -83,67 +75,19 @@ def main(socket: str, name: str, count: int, wait: float) -> None:
             forwarded += end - start
             if is_stepped:
                 say(event="forwarded", tokens=forwarded)
-                sys.stdin.readline()
+                heard()
         say(event="done", reused=reused, forwarded=forwarded, logits=digest)
 
 
-class PrefillProcess:
-    """Such a process, seen from its parent; a context manager that leaves nothing behind."""
+class PrefillProcess(TalkingProcess):
+    """Such a process, seen from its parent."""
 
     def __init__(
         self, socket: Path, model: str, count: int, wait: float, environment: dict[str, str]
     ) -> None:
-        command = [sys.executable, "-m", __name__, str(socket), model, str(count), str(wait)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        super().__init__(
+            __name__, str(socket), model, str(count), str(wait), environment=environment
         )
-        self._lines: SimpleQueue[str] = SimpleQueue()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._lines.put(line)
-        self._lines.put('{"event": "it ended"}')
-
-    def expect(self, event: str, seconds: float = 300.0) -> dict[str, Any]:
-        """The next thing that the process says, which must be this event."""
-        said: dict[str, Any] = json.loads(self._lines.get(timeout=seconds))
-        assert said["event"] == event, said
-        return said
-
-    def tell(self, line: str = "go") -> None:
-        """Let it go on."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{line}\n")
-        self._process.stdin.flush()
-
-    def stop(self) -> None:
-        """Freeze it; it keeps its sockets and does nothing."""
-        self._process.send_signal(signal.SIGSTOP)
-        _, status = os.waitpid(self._process.pid, os.WUNTRACED)
-        assert os.WIFSTOPPED(status)
-
-    def kill(self) -> None:
-        """End it as the kernel would when memory runs out."""
-        self._process.kill()
-        self._process.wait()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.kill()
-        self._reader.join()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
 
 
 if __name__ == "__main__":

@@ -22,7 +22,10 @@ DELETE_POINTS = (CrashPoint.BEFORE_DELETE, CrashPoint.AFTER_DELETE)
     "point", [p for p in CrashPoint if p not in (*CLEAR_POINTS, *DELETE_POINTS)]
 )
 def test_a_crash_while_writing_loses_nothing_that_was_flushed(point: CrashPoint) -> None:
-    """D2, P8: killed at any point of the write order, the flushed prefix is served, bit for bit."""
+    """FIELD 3: no half store is visible: killed at any point of a write, what was flushed stays.
+
+    Rules D2, P8.
+    """
     prompt = derived_kv.tokens(900, seed=5)
     with DaemonProcess(*OPTIONS) as daemon, connect(socket=daemon.socket) as cache:
         flushed = prompt[:400]

@@ -32,7 +32,7 @@ def on_ssd_only(daemon: DaemonProcess, cache: Cache, prompt: list[int]) -> None:
 
 @pytest.mark.slow
 def test_damage_of_any_kind_is_a_miss_and_the_daemon_goes_on() -> None:
-    """D3: cut to any length or with any bit flipped, a file is never served, and quarantined."""
+    """FIELD 3: a torn file is a miss: cut anywhere, any bit flipped; it is quarantined (D3)."""
     prompt = derived_kv.tokens(40, seed=11)
     choose = random.Random(12)
     with DaemonProcess(*OPTIONS) as daemon, connect(socket=daemon.socket) as cache:

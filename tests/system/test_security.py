@@ -24,7 +24,7 @@ linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 def test_nothing_in_the_product_unpickles_or_evaluates() -> None:
-    """FIELD 3: msgpack and safetensors only; no bytes from outside become code."""
+    """FIELD 3: no pickle: msgpack and safetensors only; no bytes from outside become code."""
     files = [path for part in PARTS for path in (ROOT / part).rglob("*.py")]
     assert len(files) > 100
     for path in files:
@@ -72,7 +72,7 @@ def test_a_sealed_image_cannot_be_written_through_a_descriptor_of_ones_own() -> 
 @linux_only
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs another user")
 def test_another_user_cannot_connect(daemon: DaemonProcess) -> None:
-    """C1: the directory and the socket's mode keep other users out."""
+    """FIELD 3: nobody else can read or remove it: other users cannot even connect (C1)."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     child = context.Process(target=_connect_as_nobody, args=(str(daemon.socket), queue))

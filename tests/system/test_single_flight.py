@@ -58,7 +58,7 @@ def finished(process: PrefillProcess) -> dict[str, Any]:
 def test_processes_started_together_prefill_a_prompt_once(
     daemon: DaemonProcess, without_cache: str
 ) -> None:
-    """Q3: the tokens forwarded by all are the prompt once, and one more for each other process."""
+    """FIELD 3: cold agents prefill once: all tokens forwarded are the prompt, and one each (Q3)."""
     with processes(daemon, PROCESSES) as started:
         for process in started:
             process.tell()
