@@ -292,7 +292,8 @@ def size(nbytes: float) -> str:
     """Return bytes as a short text."""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= scale:
-            return f"{nbytes / scale:.3g} {unit}"
+            number = nbytes / scale
+            return f"{number:.0f} {unit}" if number >= 100 else f"{number:.3g} {unit}"
     return f"{nbytes:.0f} B"
 
 

@@ -63,7 +63,7 @@ def run(arguments: Sequence[str], cache: Cache) -> None:
     server: Any = plain
     server.LRUPromptCache = lambda *_, **__: shared
     server.ModelProvider = binding(plain.ModelProvider, shared, cache)
-    server.stream_generate = sharing(plain.stream_generate, shared)
+    server.stream_generate = sharing(server.stream_generate, shared)
     sys.argv = [PROGRAM, *arguments]
     server.main()
 

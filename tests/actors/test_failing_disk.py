@@ -128,7 +128,7 @@ def scratch() -> Iterator[Path]:
         yield path
 
 
-@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 17])
+@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.exhaustive), 17])
 @pytest.mark.parametrize("persistent", [False, True], ids=["once", "persistent"])
 @pytest.mark.parametrize("error", ERRORS, ids=[errno.errorcode[error] for error in ERRORS])
 async def test_whichever_call_fails_ram_serves_and_nothing_good_is_lost(

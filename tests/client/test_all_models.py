@@ -158,7 +158,7 @@ def test_a_sample_of_architectures(
     assert run(pair, SAMPLE) == ([], {})
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
 def test_every_architecture(
     pair: tuple[ArchitectureProcess, ArchitectureProcess], capsys: pytest.CaptureFixture[str]

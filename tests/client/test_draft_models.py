@@ -1,7 +1,7 @@
 """Speculative decoding over the shared cache, against mlx-lm's own (issue 5, item 6; FIELD 2)."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx_lm
@@ -70,7 +70,7 @@ def shared(
             prompt,
             draft_model=draft,
             prompt_progress_callback=lambda *step: seen.append(step),
-            **({"max_tokens": COUNT} | options),
+            **cast(Any, {"max_tokens": COUNT} | options),
         )
     )
     assert {total for _, total in seen} == {len(prompt)}

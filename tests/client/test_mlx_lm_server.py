@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx_lm.server as plain
@@ -108,7 +108,7 @@ class Server:
             for role, content in zip(roles, contents, strict=False)
         ]
         arguments = plain.GenerationArguments(
-            model=plain.ModelDescription(model, draft or "default_model", None),
+            model=plain.ModelDescription(model, draft or "default_model", cast(Any, None)),
             sampling=plain.SamplingArguments(0.0, 1.0, 0, 0.0, 0.0, 0.1),
             logits=plain.LogitsProcessorArguments(None, penalty, 200, 0.0, 20, 0.0, 20),
             stop_words=[],
@@ -160,7 +160,7 @@ def start(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> Start:
         server = Server(argparse.Namespace(**defaults | flags), cache if is_shared else None)
         with monkeypatch.context() as patch, server:
             if is_shared:
-                generate = sharing(plain.stream_generate, server.shared)
+                generate = sharing(vars(plain)["stream_generate"], server.shared)
                 patch.setattr(plain, "stream_generate", generate)
             yield server
 

@@ -402,13 +402,13 @@ def test_a_daemon_that_hangs_is_left_alone(tmp_path: Path) -> None:
 QUICK = ("llama", "gemma3_text", "qwen3_next", "deepseek_v32")
 """One for each kind of caches; the others take minutes together."""
 
-SLOW = (pytest.mark.slow, pytest.mark.timeout(600))
+ALL = (pytest.mark.exhaustive, pytest.mark.timeout(600))
 
 NOT_BATCHABLE = ("llama4",)
 """Their chunked caches cannot be merged: mlx_lm.server serves them alone."""
 
 BATCHED = [
-    pytest.param(name, marks=() if name in QUICK else SLOW)
+    pytest.param(name, marks=() if name in QUICK else ALL)
     for name in models.names()
     if name not in NOT_BATCHABLE
 ]
@@ -432,6 +432,7 @@ def test_what_a_batch_extracts(cache: Cache, name: str) -> None:
         extracted += [(k[:], kv) for kv, k in generator.extract_cache(ended).values()]
         for response in generated:
             if response.finish_reason is not None:
+                assert response.all_tokens is not None
                 extracted.append((response.all_tokens[:], response.prompt_cache))
                 finished += 1
     generator.close()
@@ -449,6 +450,7 @@ def test_what_a_batch_extracts(cache: Cache, name: str) -> None:
         assert same_bits(forward(model, found, suffix), continued)
     # And what was restored is merged into the next batch.
     found, rest = shared.fetch_nearest_cache(KEY, tokens)
+    assert found is not None
     again = BatchGenerator(model, max_tokens=2)
     again.insert_segments([[rest]], caches=[found], all_tokens=[tokens[: len(tokens) - len(rest)]])
     produced = [r.token for _ in range(2) for r in again.next_generated()]

@@ -77,6 +77,7 @@ def test_any_depth(depth: int) -> None:
         assert [type(leaf) for leaf in restored] == [type(leaf) for leaf in expected]
         for left, right in zip(restored, expected, strict=True):
             if isinstance(left, KVCache):
+                assert left.keys is not None
                 assert same_bits(left.keys[..., :length, :], right.keys[..., :length, :])
             else:
                 rows = right._temporal_order(right.keys)[..., length - 5 : length, :]
