@@ -30,7 +30,7 @@ pictures: $(VENV)/.runtime
 
 test: $(VENV)/.test
 	@echo '==> Running: pytest, without the slow tests (make test-slow)'
-	@$(BIN)/pytest -m 'not slow and not exhaustive'
+	@$(BIN)/pytest -n 2 --dist worksteal -m 'not slow and not exhaustive'
 
 test-slow: $(VENV)/.test
 	@echo '==> Running: pytest, the slow tests'

@@ -24,7 +24,7 @@ class TerminalScreen:
 
     Args:
         command: The program and its arguments.
-        environment: All of it.
+        environment: All of it, but for what would override the terminal's size.
         columns: Of the terminal.
         lines: Of the terminal.
     """
@@ -43,8 +43,9 @@ class TerminalScreen:
         self.settings_before = self.settings()
         self.raw = b""
         slave = self._slave
+        own = {k: v for k, v in environment.items() if k not in ("COLUMNS", "LINES")}
         self.process = subprocess.Popen(
-            command, env=dict(environment), preexec_fn=lambda: os.login_tty(slave),  # noqa: PLW1509
+            command, env=own, preexec_fn=lambda: os.login_tty(slave),  # noqa: PLW1509
             close_fds=True, pass_fds=(slave,),
         )  # fmt: skip
 
