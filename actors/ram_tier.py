@@ -91,6 +91,8 @@ class RamTier:
         self.inspection = InspectionDesk(self.index, self.takes)
         self.pressure = PressureDesk(shared, self.writes, self.promotions, self.pins)
         self._loading = config.ssd_bytes > 0
+        self.loaded = trio.Event()
+        """Set once the index of the files is complete."""
         self._epoch = 0
         self._clears: dict[int, tuple[Answer, wire.Cleared]] = {}
         self._next_sweep = 0.0
@@ -316,6 +318,8 @@ class RamTier:
         self._loading = loading
         self.takes.is_loading = loading
         self.puts.is_loading = loading
+        if not loading:
+            self.loaded.set()
 
     def connect(self, *, ssd: Outbox, prefetcher: Outbox) -> None:
         """Say where orders go, before `run`; both channels must be unbounded (DESIGN 4)."""

@@ -46,6 +46,9 @@ DRAIN_SECONDS: Final = 15.0
 _TRACED_STATISTICS: Final[tuple[str, ...]] = ("ram_tier", "ssd_tier", "prefetcher")
 """What a trace holds of the statistics: evictions and bytes, which no message tells."""
 
+LOADED_SECONDS: Final = 0.5
+"""For a small directory's index, before READY: so that what is stored then is not `loading`."""
+
 log = structlog.get_logger()
 
 
@@ -64,6 +67,10 @@ class StorageSide(Protocol):
 
     async def run(self, *, task_status: trio.TaskStatus[None]) -> None:
         """Start the actors, report that, and work until `stop`."""
+        ...
+
+    async def wait_loaded(self) -> None:
+        """Return once the index is complete and puts are taken."""
         ...
 
     def stop(self) -> None:
@@ -208,6 +215,9 @@ async def _run_front(
             ssd_bytes=config.ssd_bytes,
             max_images=config.max_images,
         )
+        # Connections are served already; only whoever waits for READY to store waits for this.
+        with trio.move_on_after(LOADED_SECONDS):
+            await storage.wait_loaded()
         announce()
         await stop.wait()
         nursery.cancel_scope.cancel()

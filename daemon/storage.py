@@ -102,6 +102,10 @@ class Storage:
         """This run's name (rule L3)."""
         return self._ram_tier.boot
 
+    async def wait_loaded(self) -> None:
+        """Return once the index of the files is complete."""
+        await self._ram_tier.loaded.wait()
+
     def sample(self) -> list[float]:
         """RamTier's row of the history (`ram_samples.COLUMNS`)."""
         return self._ram_tier.sample()

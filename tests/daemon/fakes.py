@@ -48,6 +48,11 @@ class FakeRamTier:
         self.statistics_sources: dict[str, Callable[[], Any]] = {}
         self._stop = trio.Event()
         self._is_failing = False
+        self.loaded = trio.Event()
+        self.loaded.set()
+
+    async def wait_loaded(self) -> None:
+        await self.loaded.wait()
 
     def sample(self) -> list[float]:
         return [0.0] * len(ram_samples.COLUMNS)

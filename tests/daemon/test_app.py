@@ -82,6 +82,35 @@ async def test_a_signal_ends_the_front_before_storage(
     assert not settings.socket.exists()
 
 
+async def test_ready_waits_for_a_short_index(settings: Config, ready: trio.Event) -> None:
+    """D10: whoever waits for READY can store at once; connections are served meanwhile."""
+    storage = FakeRamTier()
+    storage.loaded = trio.Event()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(app.serve, settings, storage, ready.set)
+        while not settings.socket.exists():
+            await trio.lowlevel.checkpoint()
+        async with connected(settings.socket) as client:
+            await client.ask(TAKE)
+            assert not ready.is_set()
+            storage.loaded.set()
+            await ready.wait()
+        signal.raise_signal(signal.SIGTERM)
+
+
+async def test_ready_does_not_wait_for_a_long_index(
+    autojump_clock: trio.testing.MockClock, settings: Config, ready: trio.Event
+) -> None:
+    """D10: a large directory is read on in the background."""
+    storage = FakeRamTier()
+    storage.loaded = trio.Event()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(app.serve, settings, storage, ready.set)
+        await ready.wait()
+        assert trio.current_time() < 2 * app.LOADED_SECONDS
+        signal.raise_signal(signal.SIGTERM)
+
+
 async def test_status_shows_the_front_beside_storage(settings: Config, ready: trio.Event) -> None:
     """C5: the listener's counters are merged into the report."""
     storage = FakeRamTier()
