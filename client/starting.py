@@ -14,6 +14,7 @@ import os
 import select
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -133,9 +134,12 @@ class Starter:
         if command is None:
             return "the command `prefixcached` is not on PATH"
         log_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        log = os.open(log_file, flags, 0o600)
+        # Not through a link, and without waiting for a pipe's reader.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        log = os.open(log_file, flags | os.O_NONBLOCK, 0o600)
         try:
+            if not stat.S_ISREG(os.fstat(log).st_mode):
+                return f"its log {log_file} is no regular file"
             before = os.fstat(log).st_size
             with subprocess.Popen(
                 [*_DETACHED, *command, "serve", "--socket", str(self._path),

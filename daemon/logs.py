@@ -5,7 +5,9 @@ event, a bad client's for example, gets `LINES_A_WINDOW` lines a minute and the 
 `LogFile` rotates itself, where neither a journal nor a person's own redirection keeps the lines.
 """
 
+import errno
 import os
+import stat
 import sys
 import time
 from collections.abc import Callable, MutableMapping
@@ -102,6 +104,7 @@ class LogFile:
     def __init__(self, path: Path, max_bytes: int = MAX_LOG_BYTES) -> None:
         self._path = path
         self._max_bytes = max_bytes
+        self._bytes = 0
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._open()
@@ -113,9 +116,13 @@ class LogFile:
         data = text.encode(errors="replace")
         if self._bytes and self._bytes + len(data) > self._max_bytes:
             # The disk's trouble is not worth the daemon: the next line tries again.
-            with suppress(OSError):
+            with suppress(OSError):  # gone already, or a directory in the way
                 self._path.replace(self._path.with_name(f"{self._path.name}.1"))
+            with suppress(OSError):
                 self._open()
+                if self._bytes + len(data) > self._max_bytes:
+                    os.ftruncate(_STANDARD_ERROR, 0)  # it could not be put aside
+                    self._bytes = 0
         with suppress(OSError):  # a full disk; `status` says so
             self._bytes += os.write(_STANDARD_ERROR, data)
 
@@ -123,9 +130,12 @@ class LogFile:
         """Nothing is kept back."""
 
     def _open(self) -> None:
+        # Without waiting for a pipe's reader: the daemon must start, or say why it does not.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-        descriptor = os.open(self._path, flags, 0o600)
+        descriptor = os.open(self._path, flags | os.O_NONBLOCK, 0o600)
         try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise OSError(errno.EINVAL, "it is no regular file")
             self._bytes = os.fstat(descriptor).st_size
             os.dup2(descriptor, _STANDARD_ERROR, inheritable=False)
         finally:

@@ -24,6 +24,9 @@ REQUEST_SECONDS: Final = 5.0
 LINGER_SECONDS: Final = 1.0
 """For the peer to close after its answer."""
 
+MAX_TOLD: Final = 8
+"""Connections beyond `MAX_CONNECTIONS` that are answered at all; more are closed at once."""
+
 MAX_CONNECTIONS: Final = 16
 """At a time. A scraper has one, a browser at most six."""
 
@@ -105,6 +108,11 @@ class LoopbackServer:
                     if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                         raise
                     await trio.sleep(ACCEPT_PAUSE_SECONDS)
+                    continue
+                if self._current >= MAX_CONNECTIONS + MAX_TOLD:
+                    # Descriptors are the daemon's: who comes now is not even told.
+                    self.refused["too-many"] += 1
+                    await trio.aclose_forcefully(stream)
                     continue
                 self._current += 1
                 nursery.start_soon(self._serve, stream, self._current > MAX_CONNECTIONS)

@@ -76,9 +76,11 @@ def opened(file: Path) -> "Iterator[tuple[Header, Iterator[Record]]]":
 def line_of(record: "Record") -> str:
     """Return one record for people."""
     fields = " ".join(f"{name}={text}" for name, text in _fields(record.body).items())
-    return (
+    line = (
         f"{record.seconds:12.6f}  {record.channel:<27} {record.flow:<8} {record.type:<16} {fields}"
     ).rstrip()
+    # The file may be anybody's: nothing in it may move the cursor or forge a line.
+    return "".join(c if c.isprintable() else "\ufffd" for c in line)
 
 
 def _fields(plain: dict[str, Any]) -> dict[str, str]:

@@ -59,8 +59,8 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
     @property
     def body(self) -> Plain:
         """The message; of a call its request."""
-        body: Plain = self.message.get("request", self.message)
-        return body
+        body = self.message.get("request")
+        return body if isinstance(body, dict) else self.message
 
     @property
     def session(self) -> int:

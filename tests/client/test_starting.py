@@ -164,6 +164,21 @@ def test_a_start_that_fails_costs_a_miss_and_is_not_repeated(
     assert paths.log_file().stat().st_size > size
 
 
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_a_log_that_is_no_file_fails_the_start_at_once(home: Path, kind: str) -> None:
+    """C4: nothing waits for a pipe's reader, and nothing is written through a link."""
+    log, elsewhere = paths.log_file(), home / "elsewhere"
+    log.parent.mkdir(parents=True)
+    if kind == "pipe":
+        os.mkfifo(log)
+    else:
+        log.symlink_to(elsewhere)
+    began = time.monotonic()
+    assert "cannot be started" in Starter(home / "s").start(began + START_SECONDS)
+    assert time.monotonic() - began < START_SECONDS
+    assert not elsewhere.exists()
+
+
 def test_the_wait_for_a_daemon_that_never_gets_ready_is_bounded(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

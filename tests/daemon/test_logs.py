@@ -7,12 +7,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import structlog
 from structlog.typing import EventDict
 
 from prefixcached.client import connect
 from prefixcached.client.wire import Wire
-from prefixcached.daemon.logs import LINES_A_WINDOW, MAX_EVENTS, WINDOW_SECONDS, Limiter
+from prefixcached.daemon.errors import StartError
+from prefixcached.daemon.logs import (
+    LINES_A_WINDOW,
+    MAX_EVENTS,
+    WINDOW_SECONDS,
+    Limiter,
+    LogFile,
+)
 from tests.support.daemon_process import DaemonProcess
 
 LOGGING = """
@@ -78,6 +86,37 @@ def test_a_log_file_is_rotated_by_size(tmp_path: Path) -> None:
     assert all(len(line) == 50 for line in old.splitlines())
     assert file.stat().st_mode & 0o777 == 0o600
     assert file.parent.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("trouble", ["directory", "removed"])
+def test_a_log_file_stays_bounded_whatever_stands_in_its_way(tmp_path: Path, trouble: str) -> None:
+    """With a directory where the old file goes, or the file removed under it, it goes on."""
+    script = (
+        "import os, sys; from pathlib import Path; from prefixcached.daemon.logs import LogFile\n"
+        "log = LogFile(Path(sys.argv[1]), max_bytes=1000)\n"
+        "log.write('first\\n'); sys.argv[2] == 'removed' and os.unlink(sys.argv[1])\n"
+        "for number in range(100): log.write(f'{number:03} ' + 'x' * 46 + '\\n')\n"
+    )
+    file = tmp_path / "log"
+    if trouble == "directory":
+        (tmp_path / "log.1").mkdir()
+    done = subprocess.run([sys.executable, "-c", script, str(file), trouble], check=False)
+    assert done.returncode == 0
+    assert "099 x" in file.read_text()
+    assert file.stat().st_size <= 1000
+
+
+def test_a_log_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    """A pipe that nobody reads would stop the daemon."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(StartError, match="cannot log to"):
+        LogFile(tmp_path / "pipe")
+    done = subprocess.run(
+        [sys.executable, "-m", "prefixcached.daemon.cli", "serve", "--log-file",
+         str(tmp_path / "pipe"), "--socket", str(tmp_path / "s")],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr[:20]) == (1, "Error: cannot log to")
 
 
 def test_serve_logs_to_a_file_that_it_is_given() -> None:

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from prefixcached.daemon.exporter import Exporter
 from prefixcached.daemon.latency import Latencies
-from prefixcached.daemon.loopback_http import ADDRESS, Answer, LoopbackServer
+from prefixcached.daemon.loopback_http import ADDRESS, MAX_TOLD, Answer, LoopbackServer
 from prefixcached.daemon.prometheus import FAMILIES, text_of
 from prefixcached.protocol.messages import Take
 from tests.daemon.command_line import BOTH_TIERS, invoke, numpy_cache, put
@@ -250,6 +251,11 @@ async def test_whoever_connects_and_says_nothing_costs_little() -> None:
         asked = f"GET / HTTP/1.1\nHost: {ADDRESS}:{server.port}\n\n"
         status, _ = await trio.to_thread.run_sync(http, server.port, asked)
         assert (status, server.refused["too-many"]) == (503, 1)
+        # Of many more, most are closed at once: descriptors are the daemon's.
+        silent += [await trio.open_tcp_stream(ADDRESS, server.port) for _ in range(100)]
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        assert server._current <= 16 + MAX_TOLD
+        assert server.refused["too-many"] > 1 + 100 - MAX_TOLD - 1
         for stream in silent:
             await stream.aclose()
         nursery.cancel_scope.cancel()

@@ -8,6 +8,7 @@ from typing import Any
 import msgpack
 import pytest
 
+from prefixcached.daemon.commands.trace import line_of
 from prefixcached.daemon.errors import StartError
 from prefixcached.daemon.trace.trace_file import (
     FORMAT,
@@ -160,3 +161,11 @@ def test_two_daemons_cannot_write_one_trace(tmp_path: Path) -> None:
     writer.append([encoded(RECORDS[0])])
     writer.close()
     assert read(path)[1] == RECORDS[:1]
+
+
+def test_nothing_in_a_trace_moves_the_cursor_or_forges_a_line() -> None:
+    """A trace may be anybody's: what is not printable is not printed."""
+    body = {"type": "take\nforged", "namespace": "\x1b[2J"}
+    line = line_of(Record(1.0, "a\x1b]0;title\x07", "1.1", body))
+    assert line.isprintable()
+    assert "forged" in line
