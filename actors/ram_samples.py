@@ -17,9 +17,6 @@ MISS_REASONS: Final = (
 )  # fmt: skip
 """Rule T9, without those that only a client can give."""
 
-PRESSURE_LEVELS: Final = ("unknown", "normal", "warn", "critical")
-"""The gauge `pressure_level` is the index of the level in force."""
-
 _GAUGES: Final = (
     "ram_bytes", "ram_bytes_cap", "ram_target_bytes", "images", "ssd_bytes", "ssd_bytes_cap",
     "entries", "namespaces", "leases", "pins", "claims", "labels", "takes_waiting",
@@ -51,7 +48,7 @@ def sample(ram_tier: "RamTier") -> list[float]:
         len(index.entries), len(index.namespaces), len(ram_tier.takes.leases),
         len(ram_tier.pins.pins), len(ram_tier.claims.claims), len(ram_tier.labels.labels),
         ram_tier.takes.waiting, len(ram_tier.puts.puts), ram_tier.puts.waiting, writes.backlog,
-        PRESSURE_LEVELS.index(ram_tier.pressure.level.value),
+        ram_tier.pressure.level.rank,
         takes.takes, takes.ram_hits, takes.ram_misses, takes.ssd_hits, takes.tokens_requested,
         takes.tokens_reused, takes.restores_failed, takes.waits, takes.prefills_saved,
         puts.offers, puts.stored, puts.stored_bytes, sum(puts.declined.values()),

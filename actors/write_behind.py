@@ -39,6 +39,10 @@ class FlushWait:
     skipped: int = 0
     failed: int = 0
 
+    def count(self, outcome: str) -> None:
+        """Count an image that became ``outcome``: written, skipped or failed."""
+        setattr(self, outcome, getattr(self, outcome) + 1)
+
 
 class WriteDesk:
     """Owns the queue of images to write and the flushes that wait for it."""
@@ -129,7 +133,7 @@ class WriteDesk:
             if entry.write in (WriteState.QUEUED, WriteState.WRITING):
                 wait.remaining.add(entry.id)
             else:
-                self._count_refusal(wait)
+                wait.count(self._refusal)
         self._answer_flushes(now)
 
     def client_gone(self, session: int) -> None:
@@ -229,14 +233,12 @@ class WriteDesk:
     def _refuse(self, entry: Entry) -> None:
         self.refused += 1
         self._index.set_write(entry, WriteState.REFUSED)
-        self._settle(entry, "skipped" if self.disk_healthy else "failed")
+        self._settle(entry, self._refusal)
 
-    def _count_refusal(self, wait: FlushWait) -> None:
+    @property
+    def _refusal(self) -> str:
         """What a failing disk prevents has failed; what caps, budget and policy prevent has not."""
-        if self.disk_healthy:
-            wait.skipped += 1
-        else:
-            wait.failed += 1
+        return "skipped" if self.disk_healthy else "failed"
 
     def _pass_on(self, entry: Entry) -> None:
         """``entry`` left before it was written: a flush waits for what has taken its place."""
@@ -255,7 +257,7 @@ class WriteDesk:
         for wait in self._flushes:
             if entry.id in wait.remaining:
                 wait.remaining.discard(entry.id)
-                setattr(wait, outcome, getattr(wait, outcome) + 1)
+                wait.count(outcome)
 
     def _answer_flushes(self, now: float) -> None:
         waiting: list[FlushWait] = []

@@ -19,7 +19,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from prefixcached.actors.ram_samples import PRESSURE_LEVELS
+from prefixcached.actors.pressure_policy import Level
 from prefixcached.protocol.messages import LatencyReport
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
@@ -209,7 +209,7 @@ def families(report: Mapping[str, Any], latency: LatencyReport | None) -> Iterat
     pressure = GaugeMetricFamily(
         f"{PREFIX}pressure_level", "1 for the level in force.", labels=["level"]
     )
-    for name in PRESSURE_LEVELS:
+    for name in Level:
         pressure.add_metric([name], float(name == level))
     yield pressure
     if latency is not None:

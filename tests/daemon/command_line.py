@@ -9,7 +9,7 @@ from prefixcached.client import Cache
 from prefixcached.daemon.cli import main
 from prefixcached.protocol.paths import SOCKET_VARIABLE
 from tests.support.numpy_kv import NumpyAdapter, make_caches
-from tests.support.until import ram_tier, until
+from tests.support.until import wait_until_loaded
 
 BOTH_TIERS = ("--ram-bytes", "64MiB", "--ssd-bytes", "256MiB")
 
@@ -34,5 +34,5 @@ def numpy_cache(socket: Path) -> Cache:
 
 def put(cache: Cache, tokens: Sequence[int], namespace: str = "n", *, state: bool = False) -> None:
     """Store made-up KV of ``tokens``, once a daemon that has just started takes puts."""
-    until(lambda: not ram_tier(cache)["loading"])
+    wait_until_loaded(cache)
     assert cache.put(list(tokens), make_caches(tokens, state=state), namespace=namespace)

@@ -1,21 +1,13 @@
 """What a daemon holds, counted from outside and inside, to see that nothing is left of anybody."""
 
 import os
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 from prefixcached.client import Cache
 from tests.support.daemon_process import DaemonProcess
-
-PATIENCE_SECONDS: Final = 60.0
-"""For a daemon to settle, on a machine that runs other tests as well."""
-
-PAUSE_SECONDS: Final = 0.02
-"""Between two looks at another process."""
 
 HOLDINGS: Final = (
     "leases", "pins", "claims", "puts_in_flight", "takes_waiting", "offers_waiting",
@@ -107,17 +99,3 @@ def unfinished_files(state_dir: Path) -> tuple[str, ...]:
         left += [name for name in names if name.startswith("tmp-")]
         left += [name for name in (*directories, *names) if is_aside and name[0] != "."]
     return tuple(sorted(left))
-
-
-def eventually(condition: Callable[[], object], what: Callable[[], object] = lambda: "") -> None:
-    """Return once ``condition`` is true; AssertionError with ``what`` if that takes too long."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"it did not come about: {what()}"
-        time.sleep(PAUSE_SECONDS)
-
-
-def wait_until_loaded(cache: Cache) -> dict[str, Any]:
-    """Wait for the index to be complete; return the statistics then."""
-    eventually(lambda: not cache.stats()["ram_tier"]["loading"])
-    return cache.stats()

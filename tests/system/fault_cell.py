@@ -11,19 +11,12 @@ from typing import Any, Final, assert_never
 from prefixcached.client import Cache
 from prefixcached.client.errors import PrefixCachedError
 from tests.support import derived_numpy
-from tests.support.census import (
-    HOLDINGS,
-    Census,
-    eventually,
-    take_census,
-    thread_count,
-    unfinished_files,
-    wait_until_loaded,
-)
+from tests.support.census import HOLDINGS, Census, take_census, thread_count, unfinished_files
 from tests.support.daemon_process import DaemonProcess
 from tests.support.disk_fault import failing_disk
 from tests.support.numpy_kv import NumpyAdapter
 from tests.support.stepping_client import HELD, LAST, NAMESPACE, NEW, Order, SteppingClient
+from tests.support.until import until, wait_until_loaded
 from tests.system.fault_steps import Step, Visible, put
 
 OPTIONS: Final = ("--ram-bytes", "64MiB", "--ssd-bytes", "256MiB")
@@ -80,7 +73,7 @@ class Matrix:
         put(self.cache, HELD)
         assert self.cache.flush().failed == 0
         self.cache.clear()
-        eventually(self._is_empty, lambda: take_census(self.daemon, self.cache))
+        until(self._is_empty, lambda: take_census(self.daemon, self.cache))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -114,7 +107,7 @@ class Matrix:
 
     def quiet_threads(self) -> None:
         """Threads that have nothing to do end, after Trio's ten seconds."""
-        eventually(
+        until(
             lambda: thread_count(self.daemon.pid) <= self.threads,
             lambda: f"{thread_count(self.daemon.pid)} threads, {self.threads} at the start",
         )
@@ -138,7 +131,7 @@ class Matrix:
             client.tell()
         client.at(step.stops[-1])
         if step.holds:
-            eventually(lambda: self._holds(step), lambda: self.cache.stats()["ram_tier"])
+            until(lambda: self._holds(step), lambda: self.cache.stats()["ram_tier"])
 
     def _holds(self, step: Step) -> bool:
         found = self.cache.stats()["ram_tier"]
@@ -213,7 +206,7 @@ class Matrix:
             return False
 
         self.daemon.start()
-        eventually(is_reached)
+        until(is_reached)
         wait_until_loaded(self.cache)
 
     def _finish(self, client: SteppingClient, step: Step, *, is_bounded: bool) -> dict[str, Any]:
@@ -265,18 +258,18 @@ class Matrix:
         self._check_take(DISK_PROMPT, len(DISK_PROMPT))
 
     def _disk_recovers(self) -> None:
-        eventually(lambda: self.cache.stats()["ram_tier"]["disk"]["healthy"])
+        until(lambda: self.cache.stats()["ram_tier"]["disk"]["healthy"])
         flushed = self.cache.flush()
         assert (flushed.failed, flushed.complete) == (0, True), flushed
 
     def _hold_nothing(self, *names: str) -> None:
-        eventually(
+        until(
             lambda: not any(self.cache.stats()["ram_tier"][name] for name in names),
             lambda: take_census(self.daemon, self.cache),
         )
 
     def _wait_until_alone(self) -> None:
-        eventually(
+        until(
             lambda: take_census(self.daemon, self.cache).strangers == 0,
             lambda: take_census(self.daemon, self.cache),
         )
@@ -313,7 +306,7 @@ class Matrix:
         return not any((*counts.values(), census.images, census.strangers, census.shared_memory))
 
     def _check_settled(self, before: Census) -> None:
-        eventually(
+        until(
             lambda: take_census(self.daemon, self.cache) == before,
             lambda: f"before: {before}\nnow: {take_census(self.daemon, self.cache)}",
         )

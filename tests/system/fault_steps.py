@@ -14,10 +14,10 @@ from prefixcached.protocol import messages
 from prefixcached.protocol.schema import encode_schema
 from prefixcached.protocol.tokens import pack_tokens, token_array
 from tests.support import derived_numpy
-from tests.support.census import wait_until_loaded
 from tests.support.daemon_process import DaemonProcess
 from tests.support.numpy_kv import NumpyAdapter
 from tests.support.stepping_client import HELD, LAST, LONG, NAMESPACE, NEW, OBJECT, PIECE_TOKENS
+from tests.support.until import wait_until_loaded
 
 UNFLUSHED: Final = derived_numpy.tokens(350, seed=4)
 

@@ -28,7 +28,6 @@ from prefixcached.client import Cache
 from prefixcached.client.errors import PrefixCachedError
 from tests.support.census import (
     allocated_bytes,
-    eventually,
     private_bytes,
     take_census,
     targets_of,
@@ -38,6 +37,7 @@ from tests.support.daemon_process import DaemonProcess
 from tests.support.disk_fault import failing_disk
 from tests.support.numpy_kv import NumpyAdapter
 from tests.support.soak_worker import SoakWorker
+from tests.support.until import until
 
 PROCESSES: Final = 4
 RAM_BYTES: Final = 24 << 20
@@ -246,9 +246,9 @@ class Soak:
             status = worker.wait()
             self._hear(is_end=True)
             assert status == 0, "a client process failed"
-        eventually(lambda: self._cache.stats()["ram_tier"]["disk"]["healthy"])
+        until(lambda: self._cache.stats()["ram_tier"]["disk"]["healthy"])
         self._cache.clear()
-        eventually(self._is_empty, lambda: take_census(self._daemon, self._cache))
+        until(self._is_empty, lambda: take_census(self._daemon, self._cache))
         memory_bytes = self.report.memory_bytes
         quarter = len(memory_bytes) // 4
         assert quarter, "the run was too short to compare anything"

@@ -9,7 +9,8 @@ from prefixcached.actors.crash_points import VARIABLE, CrashPoint
 from prefixcached.client import connect
 from tests.support import derived_kv
 from tests.support.daemon_process import DaemonProcess
-from tests.system.test_restart import OPTIONS, wait_until_loaded
+from tests.support.until import wait_until_loaded
+from tests.system.test_restart import OPTIONS
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,8 @@ import pytest
 from prefixcached.client import Cache, connect
 from tests.support import derived_kv
 from tests.support.daemon_process import DaemonProcess
-from tests.system.test_restart import OPTIONS, wait_until_loaded
+from tests.support.until import wait_until_loaded
+from tests.system.test_restart import OPTIONS
 
 LENGTHS = 8
 """Lengths that the file is cut to, and bits that are flipped; the store's own tests try all."""

@@ -14,9 +14,10 @@ import pytest
 from prefixcached.client import Cache
 from prefixcached.protocol.paths import socket_path
 from tests.support import derived_numpy
-from tests.support.census import allocated_bytes, eventually, wait_until_loaded
+from tests.support.census import allocated_bytes
 from tests.support.daemon_process import DaemonProcess
 from tests.support.disk_fault import failing_disk
+from tests.support.until import until, wait_until_loaded
 from tests.system.conftest import numpy_cache
 from tests.system.soak import shared_bytes
 
@@ -67,13 +68,13 @@ def test_the_caps_hold_whatever_happens() -> None:
         cache.flush()
         with failing_disk(daemon):
             load()
-        eventually(lambda: cache.stats()["ram_tier"]["disk"]["healthy"])
+        until(lambda: cache.stats()["ram_tier"]["disk"]["healthy"])
         daemon.terminate()
         folder = daemon.state_dir / "segments.noindex"
         (folder / "foreign").write_bytes(bytes(SMALL_SSD))
         daemon.start()
         wait_until_loaded(cache)
-        eventually(lambda: allocated_bytes(daemon.state_dir) <= SMALL_SSD)
+        until(lambda: allocated_bytes(daemon.state_dir) <= SMALL_SSD)
         assert cache.stats()["ram_tier"]["ssd_bytes"] > 0, "usage counts after a restart"
         load()
 
@@ -134,7 +135,7 @@ def test_memory_is_given_back_under_pressure(
         assert cache.flush().failed == 0
         assert shared_bytes(daemon.pid) > 4 << 20
         pressure.write_text("critical")
-        eventually(lambda: shared_bytes(daemon.pid) == 0)
+        until(lambda: shared_bytes(daemon.pid) == 0)
         assert cache.stats()["ram_tier"]["pressure"]["released_bytes"] > 4 << 20
         assert reused(cache, [*prompts[0], 7]) == 2000, "what left RAM is on SSD"
 
@@ -149,7 +150,7 @@ def test_a_slow_restore_shows(both_tiers: DaemonProcess) -> None:
         assert put(cache, prompt)
         cache.note_prefill(100_000, 1e-6, namespace="n")
         assert reused(cache, [*prompt, 7]) == 4000
-        eventually(lambda: cache.stats()["restores"]["slow"] == 1)
+        until(lambda: cache.stats()["restores"]["slow"] == 1)
         assert cache.statistics().slow_restores == 1
         choosy.note_prefill(100_000, 1e-6, namespace="n")
         assert reused(choosy, [*prompt, 7]) == 4000  # the first one measures
@@ -178,12 +179,12 @@ def test_a_disk_that_fails_from_the_start_on_stops_nothing() -> None:
     with contextlib.closing(daemon), numpy_cache(daemon.socket) as cache:
         with _file_in_the_way(daemon):
             daemon.start()
-            eventually(lambda: put(cache, prompt))  # the index is soon known to be unreadable
+            until(lambda: put(cache, prompt))  # the index is soon known to be unreadable
             assert reused(cache, [*prompt, 7]) == 500
             disk = cache.stats()["ram_tier"]["disk"]
             assert not disk["healthy"]
             assert disk["reason"]
-        eventually(lambda: cache.stats()["ram_tier"]["disk"]["healthy"])
+        until(lambda: cache.stats()["ram_tier"]["disk"]["healthy"])
         flushed = cache.flush()
         assert (flushed.written, flushed.failed) == (1, 0)
 

@@ -20,8 +20,8 @@ from prefixcached.client.wire import Wire
 from prefixcached.protocol import messages
 from prefixcached.protocol.tokens import pack_tokens
 from tests.support import derived_kv, derived_numpy, models
-from tests.support.census import eventually, wait_until_loaded
 from tests.support.daemon_process import DaemonProcess
+from tests.support.until import until, wait_until_loaded
 from tests.system.conftest import numpy_cache
 
 PROMPT = derived_numpy.tokens(700, seed=21)
@@ -60,7 +60,7 @@ def test_a_lease_outlives_everything_but_its_holder(both_tiers: DaemonProcess) -
         assert state["leases"] == 1
         assert state["ram_bytes_by_state"]["lingering"] > 0
         wire.close()
-        eventually(lambda: not cache.stats()["ram_tier"]["ram_bytes_by_state"]["lingering"])
+        until(lambda: not cache.stats()["ram_tier"]["ram_bytes_by_state"]["lingering"])
         assert cache.stats()["ram_tier"]["leases"] == 0
 
 

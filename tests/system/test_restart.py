@@ -3,13 +3,13 @@
 import shutil
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
-from prefixcached.client import Cache, connect
+from prefixcached.client import connect
 from tests.support import derived_kv
 from tests.support.daemon_process import DaemonProcess
+from tests.support.until import wait_until_loaded
 
 OPTIONS = ("--ram-bytes", "256MiB", "--ssd-bytes", "1GiB")
 
@@ -20,16 +20,6 @@ def stored() -> Iterator[DaemonProcess]:
     with DaemonProcess(*OPTIONS) as process:
         yield process
         print(process.log())
-
-
-def wait_until_loaded(cache: Cache) -> dict[str, Any]:
-    """Wait for the index; return the statistics then."""
-    for _ in range(200):
-        report = cache.stats()
-        if not report["ram_tier"]["loading"]:
-            return report
-        time.sleep(0.02)
-    raise AssertionError("the index is still loading")
 
 
 @pytest.mark.parametrize("kinds", [derived_kv.PLAIN, derived_kv.HYBRID, derived_kv.EVERY_KIND])
