@@ -89,14 +89,16 @@ class Actors:
     async def healthy(self) -> None:
         """Wait until the disk is known to work again."""
         with trio.fail_after(20):
-            while not (await self.ask(wire.Status()))[0].report["ram_tier"].disk["healthy"]:
-                pass
+            while True:
+                status, _ = await self.ask(wire.Status())
+                if status.report["ram_tier"].disk["healthy"]:
+                    return
+                await trio.sleep(0.001)  # asking without end would keep the disk's threads waiting
 
     async def loaded(self) -> None:
         """Wait until the index is complete."""
         with trio.fail_after(20):
-            while (await self.ask(wire.Status()))[0].report["ram_tier"].loading:
-                pass
+            await self._ram_tier.loaded.wait()
 
 
 @asynccontextmanager
