@@ -67,7 +67,7 @@ class ClaimDesk:
         own = [claim for claim in self.claims.values() if claim.session == session]
         if len(own) >= MAX_CLAIMS_PER_SESSION:
             self._end(own[0])
-        self.claims[claim_id] = Claim(claim_id, session, namespace, tokens[:length].copy())
+        self.claims[claim_id] = Claim(claim_id, session, namespace, tokens[:length])
         self.counters.granted += 1
         return claim_id
 

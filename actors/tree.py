@@ -52,7 +52,7 @@ def walk(root: Segment, tokens: TokenArray) -> Path:
         child = node.children.get((position, ids[position]))
         if child is None:
             break
-        if packed[4 * position : 4 * child.end] == child.tokens.tobytes():
+        if packed.startswith(child.tokens, 4 * position):
             position = child.end
         else:
             position += common_prefix_length(child.tokens, tokens[position:])
