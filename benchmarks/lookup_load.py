@@ -6,7 +6,6 @@ between a prompt that is found and one that is not.
 
 import contextlib
 import statistics
-import struct
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -16,6 +15,7 @@ from typing import Any
 from benchmarks.daemons import EchoClient, allow_descriptors, daemon, echo_server
 from benchmarks.harness import Goal, Row, duration, quartiles, ratios, require, scratch, workers
 from prefixcached.client import connect
+from prefixcached.protocol.tokens import pack_tokens
 
 NAME = "lookup_load"
 LENGTH = 50_000
@@ -125,7 +125,7 @@ def cases(role: str, options: Mapping[str, Any]) -> Iterator[Any]:
         def echoes() -> Iterator[Any]:
             for _ in range(options["calls"]):
                 yield (
-                    lambda: client.call(struct.pack(f"<{len(prompt)}I", *prompt)),
+                    lambda: client.call(pack_tokens(prompt)),
                     lambda back: require(len(back) == size, "the echo is short"),
                 )
 

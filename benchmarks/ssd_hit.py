@@ -57,7 +57,7 @@ class Prepared:
 
 def run(quick: bool) -> list[Row]:
     """Measure."""
-    tokens, rounds, cold_rounds = (600, 7, 5) if quick else (2_000, 15, 11)
+    tokens, rounds, cold_rounds = (600, 5, 3) if quick else (2_000, 15, 11)
     shape = kv.LLAMA_3B
     nbytes = kv.kv_bytes(shape, tokens)
     about = {"bytes": nbytes, "tokens": tokens, "shape": shape.name}

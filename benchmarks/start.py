@@ -12,7 +12,7 @@ NAME = "start"
 
 def run(quick: bool) -> list[Row]:
     """Measure."""
-    segments, rounds = (1_000, 3) if quick else (10_000, 7)
+    segments, rounds = (500, 2) if quick else (10_000, 7)
     allow_descriptors(3 * segments + 2_000)
     first, complete = [], []
     with scratch() as place:
