@@ -52,7 +52,7 @@ def walk(root: Segment, tokens: TokenArray) -> Path:
         child = node.children.get((position, ids[position]))
         if child is None:
             break
-        if packed.startswith(child.tokens, 4 * position):
+        if packed.startswith(child.tokens.data, 4 * position):
             position = child.end
         else:
             position += common_prefix_length(child.tokens, tokens[position:])

@@ -3,7 +3,8 @@
 `run` owns the three names of `mlx_lm.server` that it replaces, for the life of the process:
 
 - `LRUPromptCache` gives the one `SharedPromptCache`;
-- `ModelProvider` tells it which model was loaded, since a model's name does not tell its weights;
+- `ModelProvider` tells it which model was loaded, since a model's name does not tell its weights,
+  and ends the process where the first one cannot be: the server would listen and answer nothing;
 - `stream_generate`, which serves one request alone (a seed, an image, quantised KV, a draft model),
   stores the prompt when it is done, as the batched path does by itself, and shows the tokens that
   were not forwarded to logits processors.
@@ -14,9 +15,10 @@ a server that silently shares nothing helps nobody.
 
 import importlib.metadata
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import mlx_lm.server as plain
 
@@ -35,7 +37,9 @@ _REPLACED: Final = (
 )
 """The functions of `mlx_lm.server` that look up what is replaced, and what they look up."""
 
-_EXTENDED: Final = ("ModelProvider._load", "ModelProvider.reset")
+_EXTENDED: Final = (
+    "ModelProvider._load", "ModelProvider.load_default", "ModelProvider.reset",
+)  # fmt: skip
 
 _KV_FLAGS: Final = ("max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start")
 """The server's flags that the format of KV depends on; not every version has all of them."""
@@ -68,7 +72,7 @@ def run(arguments: Sequence[str], cache: Cache) -> None:
     server.main()
 
 
-def check(server: Any) -> None:
+def check(server: Any = plain) -> None:
     """Make sure that ``server`` looks up what `run` replaces, and asks nothing unknown of it.
 
     Raises:
@@ -94,6 +98,12 @@ def binding(provider: type, shared: SharedPromptCache, cache: Cache) -> type:
 
     class BindingProvider(provider):  # type: ignore[misc] # a class that mypy sees as Any
         """Loads models as mlx-lm does."""
+
+        def load_default(self) -> None:
+            try:
+                super().load_default()
+            except Exception as error:  # noqa: BLE001, whatever it is: nothing will be served
+                _end(_unloadable(self.cli_args, error))
 
         def _load(self, *arguments: Any, **options: Any) -> None:
             super()._load(*arguments, **options)
@@ -147,6 +157,29 @@ def _share(model: Any, flags: Any, cache: Cache) -> PromptCache:
     """Return ``model``'s share of ``cache``, in the KV format that the server's flags ask for."""
     asked = {name: getattr(flags, name) for name in _KV_FLAGS if hasattr(flags, name)}
     return PromptCache(model, cache=cache, **asked)
+
+
+def _unloadable(flags: Any, error: Exception) -> str:
+    named = " ".join(
+        f"--{name.replace('_', '-')} {value}"
+        for name in ("model", "adapter_path", "draft_model")
+        if (value := getattr(flags, name, None)) is not None
+    )
+    why = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    # The hub takes a folder that is not there for one of its names, and says what is wrong with it.
+    if flags.model.startswith(("/", ".", "~")) and not os.path.exists(flags.model):
+        why = "there is no such folder"
+    return (
+        f"Error: the model cannot be loaded ({named}): {why}. A model is a folder of an MLX model, "
+        "or its name on the Hugging Face hub."
+    )
+
+
+def _end(said: str) -> NoReturn:
+    """End the process with one line. From the thread that generates nothing else would end it."""
+    sys.stderr.write(f"{said}\n")
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _check_speculation(shares: Sequence[PromptCache]) -> None:

@@ -3,8 +3,8 @@
 A `Starter` belongs to one cache and is used by whichever of its connections finds nobody at the
 socket. Clients that come together start one daemon: whoever holds the lock beside the socket starts
 it, the others wait for that. The daemon is nobody's child and outlives who started it; it reports
-by the line that it prints when it serves. Everything is bounded by the call's deadline, and after a
-start that failed none is tried for a while.
+by the line that it prints when it serves, or when it cannot. Everything is bounded by the call's
+deadline, and after a start that failed none is tried for a while.
 """
 
 import fcntl
@@ -17,6 +17,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -33,11 +34,12 @@ LOCK_POLL_SECONDS: Final = 0.02
 """Between two looks whether another client's start is done; a start takes half a second."""
 
 _READY: Final = b"READY "
+_FAILED: Final = b"FAILED "
 _STILL_STARTING: Final = b"\0"
 """Stands for no line yet."""
 
-_MAX_LOG_LINE_BYTES: Final = 1000
-"""Of the log's end that is quoted in an error: one line."""
+_MAX_QUOTED_BYTES: Final = 1000
+"""Of what a daemon that could not start said last: one line."""
 
 # The shell ends at once, so that the daemon belongs to nobody and leaves no zombie behind.
 _DETACHED: Final = ("/bin/sh", "-c", '"$@" </dev/null &', "sh")
@@ -102,6 +104,9 @@ class Starter:
 
     def _start_once(self, deadline: float) -> str:
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # The daemon refuses such a directory (rule C1); nothing is left in it.
+        if refusal := _refusal(self._path.parent):
+            return refusal
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         lock = os.open(paths.start_lock(self._path), flags, 0o600)
         try:
@@ -140,19 +145,23 @@ class Starter:
         try:
             if not stat.S_ISREG(os.fstat(log).st_mode):
                 return f"its log {log_file} is no regular file"
-            before = os.fstat(log).st_size
-            with subprocess.Popen(
-                [*_DETACHED, *command, "serve", "--socket", str(self._path),
-                 "--log-file", str(log_file)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                cwd="/",  # it must not hold this directory's volume
-                env=_environment(),
-                start_new_session=True,
-            ) as shell:  # fmt: skip
-                assert shell.stdout is not None
-                said = self._first_line(shell.stdout.fileno(), deadline)
+            # Until the daemon makes the log its standard error, which others write to as well.
+            with tempfile.TemporaryFile() as early:
+                with subprocess.Popen(
+                    [*_DETACHED, *command, "serve", "--socket", str(self._path),
+                     "--log-file", str(log_file)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=early,
+                    cwd="/",  # it must not hold this directory's volume
+                    env=_environment(),
+                    start_new_session=True,
+                ) as shell:  # fmt: skip
+                    assert shell.stdout is not None
+                    said = self._first_line(shell.stdout.fileno(), deadline)
+                early.seek(0)
+                complaint = early.read()
+            os.write(log, complaint)
         finally:
             os.close(log)
         if said.startswith(_READY):
@@ -164,7 +173,7 @@ class Starter:
         # One that started meanwhile is as good as one's own.
         if self._answers():
             return ""
-        last = _last_line(log_file, before)
+        last = _last_line(said.removeprefix(_FAILED) or complaint)
         return f"it was started and ended: {last or 'it said nothing'} (log: {log_file})"
 
     def _first_line(self, descriptor: int, deadline: float) -> bytes:
@@ -213,10 +222,20 @@ def _lock(descriptor: int) -> bool:
     return True
 
 
-def _last_line(log_file: Path, offset: int) -> str:
-    """Return the last line that a log got behind ``offset``."""
-    with log_file.open("rb") as log:
-        size = log.seek(0, os.SEEK_END)
-        log.seek(max(offset, size - _MAX_LOG_LINE_BYTES))
-        lines = log.read().decode(errors="replace").strip().splitlines()
+def _refusal(directory: Path) -> str:
+    """Return why no daemon would serve in ``directory``; empty where nothing is wrong with it."""
+    found = directory.stat()
+    mode = stat.S_IMODE(found.st_mode)
+    if found.st_uid != os.getuid():
+        return f"{directory} belongs to user {found.st_uid}; name a directory of your own"
+    if mode != 0o700:
+        return (
+            f"{directory} has mode {mode:04o} and must be 0700, since whoever enters it reaches "
+            f"the cache; run: chmod 700 '{directory}', or name a directory used for nothing else"
+        )
+    return ""
+
+
+def _last_line(said: bytes) -> str:
+    lines = said[-_MAX_QUOTED_BYTES:].decode(errors="replace").strip().splitlines()
     return lines[-1] if lines else ""

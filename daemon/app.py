@@ -175,6 +175,7 @@ async def _run_front(
             "version": __version__,
             "pid": os.getpid(),
             "socket": str(config.socket),
+            "state_dir": str(config.state_dir) if config.ssd_bytes else None,
             "uptime_seconds": round(trio.current_time() - started, 3),
         }
 

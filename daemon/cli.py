@@ -29,9 +29,12 @@ from prefixcached.daemon.commands.verify import verify
 @click.group(
     cls=CommandGroup,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Example: prefixcached service install && prefixcached status",
+    add_help_option=False,
+    epilog="COMMAND --help says more; --version. Example: prefixcached service install",
 )
-@click.version_option(__version__, prog_name="prefixcached")
+# Hidden, so that the list of commands fits a screen.
+@click.version_option(__version__, prog_name="prefixcached", hidden=True)
+@click.help_option("-h", "--help", hidden=True)
 def main() -> None:
     """Share one KV prompt cache between all MLX processes of a user."""
 

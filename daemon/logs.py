@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol
 import structlog
 
 from prefixcached.daemon.errors import StartError
+from prefixcached.daemon.sizes import bytes_text
 
 LEVEL: Final = 20
 """INFO, by the numbers of the standard library."""
@@ -55,17 +56,25 @@ class Limiter:
 
     Args:
         clock: Seconds that never go back.
+        file: Where the lines go, for who asks; None: to standard error.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, file: Path | None = None
+    ) -> None:
         self._clock = clock
+        self._file = file
         self._windows: dict[str, tuple[float, int]] = {}
         self.lines = 0
         self.suppressed = 0
 
-    def statistics(self) -> dict[str, int]:
-        """Return how many lines were written, and how many were not."""
-        return {"lines": self.lines, "suppressed": self.suppressed}
+    def statistics(self) -> dict[str, Any]:
+        """Return how many lines were written and how many were not, and the file if there is one.
+
+        ``file`` is None where the lines go to standard error.
+        """
+        file = None if self._file is None else str(self._file)
+        return {"lines": self.lines, "suppressed": self.suppressed, "file": file}
 
     def __call__(
         self, logger: Any, method: str, event: MutableMapping[str, Any]
@@ -153,7 +162,7 @@ def configure(file: Path | None = None) -> Limiter:
     """
     stream: Stream = sys.stderr if file is None else LogFile(file)
     is_terminal = file is None and sys.stderr.isatty()
-    limiter = Limiter()
+    limiter = Limiter(file=file)
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -172,15 +181,26 @@ def _renderers(*, is_terminal: bool) -> list[Any]:
     # Tracebacks without the values of variables: these would be prompts.
     if is_terminal:
         return [
+            _human_sizes,
             structlog.dev.ConsoleRenderer(
                 pad_event_to=0, exception_formatter=structlog.dev.plain_traceback
-            )
+            ),
         ]
     return [
         structlog.processors.format_exc_info,
         _leading,
         structlog.processors.JSONRenderer(default=str, ensure_ascii=False),
     ]
+
+
+def _human_sizes(
+    logger: Any, method: str, event: MutableMapping[str, Any]
+) -> MutableMapping[str, Any]:
+    """Write what a field says in bytes as people do; for programs it stays a number."""
+    for name, value in event.items():
+        if name.endswith("_bytes") and isinstance(value, int):
+            event[name] = bytes_text(value)
+    return event
 
 
 def _leading(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

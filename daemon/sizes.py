@@ -39,6 +39,16 @@ def parse_size(size: str | int, whole_bytes: int) -> int:
     return int(number * _UNITS[unit])
 
 
+def bytes_text(count: int) -> str:
+    """Bytes for people: 1.5 MiB."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"
+
+
 def share_of(whole_bytes: int, percent: float) -> int:
     """Return ``percent`` of ``whole_bytes``."""
     return int(whole_bytes * percent / 100)

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import click
 
-from prefixcached.daemon.commands.asking import asking
-from prefixcached.daemon.commands.common import bytes_text, counted, socket_option, waiting_for
+from prefixcached.daemon.commands.asking import asking, unknown_namespace
+from prefixcached.daemon.commands.common import counted, socket_option, waiting_for
+from prefixcached.daemon.sizes import bytes_text
 from prefixcached.protocol.messages import Clear, Cleared
 
 
@@ -18,11 +19,12 @@ def clear(socket: Path, namespace: str | None) -> None:
     """Forget everything, or one namespace. What clients have borrowed stays valid for them."""
     with asking(socket) as ask, waiting_for("Clearing"):
         reply = ask(Clear(namespace))
-    assert isinstance(reply, Cleared)
+        assert isinstance(reply, Cleared)
+        if namespace is not None and not reply.images:
+            raise unknown_namespace(ask, namespace)
     where = "" if namespace is None else f" in {namespace}"
     if not reply.images:
-        hint = "" if namespace is None else "; `prefixcached ls` names the namespaces"
-        click.echo(f"nothing is cached{where}{hint}")
+        click.echo("nothing is cached")
     else:
         ram = bytes_text(reply.ram_bytes)
         click.echo(f"cleared {counted(reply.images, 'piece')}{where}, {ram} of them in RAM")

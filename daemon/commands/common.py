@@ -99,16 +99,6 @@ def waiting_for(what: str) -> Iterator[None]:
         yield
 
 
-def bytes_text(count: int) -> str:
-    """Bytes for people: 1.5 MiB."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} TiB"
-
-
 def counted(count: int, what: str) -> str:
     """A number of things, in the singular where it is one."""
     return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"

@@ -8,12 +8,13 @@ from typing import Any
 import click
 
 from prefixcached.daemon import config, options
-from prefixcached.daemon.commands.common import bytes_text, socket_option, terminal
-from prefixcached.daemon.commands.option_flags import option_flags, settings
+from prefixcached.daemon.commands.common import socket_option, terminal
+from prefixcached.daemon.commands.option_flags import OTHERS, option_flags, settings
+from prefixcached.daemon.sizes import bytes_text
 from prefixcached.protocol.paths import SOCKET_VARIABLE
 
 
-@click.command("config", epilog="Example: prefixcached config --ram-bytes 8GiB")
+@click.command("config", epilog=f"{OTHERS}\n\nExample: prefixcached config --ram-bytes 8GiB")
 @socket_option
 @option_flags
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, for programs.")
@@ -82,7 +83,7 @@ def _print(rows: list[dict[str, Any]], config_file: Path | None) -> None:
         table.add_column(column, overflow="fold")
     for row in rows:
         value, used = row["value"], row["effective"]
-        shown = str(used if value is None else value)
+        shown = f"{used:g}" if isinstance(used, float) else str(used if value is None else value)
         if row["key"].endswith("_bytes") and not shown.isdigit():
             shown = f"{shown} = {bytes_text(used)}"
         table.add_row(row["key"], shown, row["source"])

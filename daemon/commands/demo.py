@@ -24,6 +24,7 @@ import msgspec
 from prefixcached.daemon.commands.asking import asking
 from prefixcached.daemon.commands.common import counted
 from prefixcached.protocol.messages import List
+from prefixcached.protocol.paths import SOCKET_VARIABLE
 
 if TYPE_CHECKING:
     # `serve` imports this module as well, and stays small without rich.
@@ -73,8 +74,11 @@ class DemoFailure(click.ClickException):
 @click.option(
     "--max-tokens", metavar="TOKENS", default=32, show_default=True, help="Length of an answer."
 )
+@click.option(
+    "--keep", is_flag=True, help="Keep the daemon until Enter is pressed, to look at it meanwhile."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, for programs.")
-def demo(model_dir: Path | None, max_tokens: int, as_json: bool) -> None:
+def demo(model_dir: Path | None, max_tokens: int, keep: bool, as_json: bool) -> None:
     """Show three processes share a system prompt through a daemon, with a real small model.
 
     Fails unless the second and third process reuse all of it, unless a fourth one does so from SSD
@@ -92,7 +96,7 @@ def demo(model_dir: Path | None, max_tokens: int, as_json: bool) -> None:
             model = _prepare(model_dir or home / "model", console)
         except DemoModelMissingError as error:
             raise click.ClickException(str(error)) from error
-        report = _share(home, model, max_tokens, console)
+        report = _share(home, model, max_tokens, console, keep=keep)
     if as_json:
         click.echo(json.dumps(report, indent=2))
     else:
@@ -114,7 +118,9 @@ def _prepare(folder: Path, console: "Console") -> Path:
         )
 
 
-def _share(home: Path, model: Path, max_tokens: int, console: "Console") -> dict[str, Any]:
+def _share(
+    home: Path, model: Path, max_tokens: int, console: "Console", *, keep: bool
+) -> dict[str, Any]:
     """Let the processes answer, and one more without the daemon; return what they said."""
     from prefixcached.client import connect
 
@@ -152,6 +158,8 @@ def _share(home: Path, model: Path, max_tokens: int, console: "Console") -> dict
         answers.append(_ask(late, LATER_QUESTION, max_tokens, 0, f"Process {number}", console))
         with connect(socket, fail_open=False, start=False) as cache:
             restarted = cache.stats()
+        if keep:
+            _keep(socket, console)
     console.print("Answering again in one process without a daemon, from the same tokens on")
     with _worker(home / "alone.log", model, None) as alone:
         _wait_for(alone, "ready")
@@ -167,6 +175,16 @@ def _share(home: Path, model: Path, max_tokens: int, console: "Console") -> dict
         "restarted_daemon": restarted,
         "listing": listing,
     }
+
+
+def _keep(socket: Path, console: "Console") -> None:
+    """Let people look at the daemon with other commands."""
+    console.print(
+        f"Look at it from another terminal: {SOCKET_VARIABLE}={socket} prefixcached dashboard "
+        "(or top, status, ls). Enter ends it.",
+        soft_wrap=True,
+    )
+    sys.stdin.readline()
 
 
 def _wait_until_loaded(socket: Path) -> None:

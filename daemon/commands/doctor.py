@@ -6,23 +6,25 @@ import stat
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final
 
 import click
 
 from prefixcached import __version__
 from prefixcached.daemon import config, options, resources
+from prefixcached.daemon.commands.asking import reported_by
 from prefixcached.daemon.commands.common import (
     EXIT_FAILED,
     EXIT_NO_DAEMON,
-    bytes_text,
     see,
     socket_option,
 )
+from prefixcached.daemon.commands.differences import Finding, check_differences, in_force
 from prefixcached.daemon.commands.option_flags import config_option
 from prefixcached.daemon.commands.service import of_this_platform
 from prefixcached.daemon.options import OptionError, Options
 from prefixcached.daemon.service.plan import ServiceError, make_plan
+from prefixcached.daemon.sizes import bytes_text
 from prefixcached.protocol.paths import MAX_SOCKET_PATH_BYTES, service_files
 
 FEW_IMAGES: Final = 1000
@@ -30,19 +32,6 @@ FEW_IMAGES: Final = 1000
 
 LARGE_SHARE: Final = 0.5
 """Of memory: a RAM cap beyond it leaves too little for the models themselves."""
-
-ANSWER_SECONDS: Final = 5.0
-
-Level = Literal["ok", "warning", "failed"]
-
-
-class Finding(NamedTuple):
-    """One thing that was looked at. ``fix`` is empty where nothing is to be done."""
-
-    level: Level
-    what: str
-    detail: str
-    fix: str = ""
 
 
 @click.command(epilog="Example: prefixcached doctor")
@@ -63,7 +52,11 @@ def doctor(socket: Path, config_file: Path | None, *, as_json: bool) -> None:
         findings.extend(check_report(report))
     # What follows needs a configuration; that it is wrong was said above.
     if chosen is not None:
-        findings.extend(check_storage(config.load(chosen, socket=socket), report))
+        effective = config.load(chosen, socket=socket)
+        if report is not None:
+            findings.extend(check_differences(effective, report, config_file))
+            effective = in_force(effective, report)
+        findings.extend(check_storage(effective, report))
         findings.extend(check_service(socket, config_file))
     findings.extend(check_versions())
     if as_json:
@@ -157,12 +150,10 @@ def ask(socket: Path, again: str) -> tuple[dict[str, Any] | None, Finding]:
         socket: Where it listens.
         again: How it is started again.
     """
-    from prefixcached.client import connect
     from prefixcached.client.errors import NoDaemon, PrefixCachedError
 
     try:
-        with connect(socket=socket, timeout=ANSWER_SECONDS, fail_open=False, start=False) as cache:
-            report = cache.stats()
+        report = reported_by(socket)
     except NoDaemon as error:
         fix = "prefixcached service install, or prefixcached serve"
         return None, Finding("warning", "daemon", str(error), fix)

@@ -131,7 +131,9 @@ def _print(name: str, tokens: TokenArray, found: list[Found], tokenizer: Tokeniz
     if said.reason:
         click.echo(f"  why not more: {said.reason}: {REASONS.get(said.reason, see('Misses'))}")
     if said.matched == tokens.size and said.length == tokens.size - 1:
-        click.echo("  all of it is held; the last token is computed for its logits (rule T3)")
+        click.echo(
+            "  all of it is held; the last token is computed, since the next one comes from it"
+        )
     elif said.matched > said.length:
         held = counted(said.matched, "token")
         click.echo(f"  {held} of it held, resumable at {said.length:,} at most")

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Final
 import click
 import msgspec
 
-from prefixcached.daemon.commands.asking import asking
+from prefixcached.daemon.commands.asking import asking, unknown_namespace
 from prefixcached.daemon.commands.common import (
     age_text,
-    bytes_text,
     counted,
     socket_option,
     terminal,
 )
+from prefixcached.daemon.sizes import bytes_text
 from prefixcached.protocol import limits
 from prefixcached.protocol.messages import List, Listed, ListedNamespace, Listing
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 DEFAULT_LIMIT: Final = 200
 """Images shown unless asked for more: a few screens."""
+
+HEADER: Final = "tokens A..B: positions A up to B, without B itself; from 0, as in `explain`"
 
 MAX_NAME_CHARACTERS: Final = 60
 """Of a namespace's name in the tree: most are digests."""
@@ -47,18 +49,20 @@ def list_tree(socket: Path, namespace: str | None, limit: int, *, as_json: bool)
     """
     with asking(socket) as ask:
         listing = ask(List(namespace=namespace, limit=limit))
-    assert isinstance(listing, Listing)
+        assert isinstance(listing, Listing)
+        if namespace is not None and not listing.namespaces:
+            raise unknown_namespace(ask, namespace)
     if as_json:
         click.echo(json.dumps(msgspec.to_builtins(listing), indent=2))
-        return
-    _print(listing, namespace)
+    else:
+        _print(listing)
 
 
-def _print(listing: Listing, namespace: str | None) -> None:
+def _print(listing: Listing) -> None:
     if not listing.namespaces:
-        what = "nothing is cached" if namespace is None else f"nothing is cached in {namespace}"
-        click.echo(f"{what}; `prefixcached explain` says what a prompt would find")
+        click.echo("nothing is cached; `prefixcached explain` says what a prompt would find")
         return
+    click.echo(HEADER)
     console = terminal()
     for one in listing.namespaces:
         console.print(tree_of(one))

@@ -15,20 +15,14 @@ _BRIEF: Final = {
     "state_dir": "Files on SSD [the platform's place]",
     "ram_bytes": "Cap of the RAM tier",
     "ssd_bytes": "Cap of the SSD tier; 0 turns it off",
-    "ssd_daily_write_bytes": "Most written in 24 h; 0: no bound",
-    "retention": "Which entries leave first",
-    "namespace_quota": "Share of RAM one namespace keeps",
-    "promote": "When an SSD hit enters RAM",
-    "write_policy": "What is written to SSD",
-    "idle_seconds": "Unused for so long leaves RAM",
-    "label_ttl_seconds": "Unused sessions protect so long",
-    "claim_min_tokens": "Least left for which others wait",
-    "put_min_tokens": "Shorter prompts are not stored",
-    "checkpoint_min_tokens": "Least between two snapshots",
-    "pressure_target": "Share of RAM cap under pressure",
-    "metrics_port": "Prometheus on 127.0.0.1; 0: none",
 }
-"""Of the help alone, which is to fit a screen; the whole text is in docs/operations.md."""
+"""The options in the help, which is to fit a screen; docs/operations.md has the others."""
+
+OTHERS: Final = (
+    f'All keys of the table in docs/operations.md, "Configuration", are flags as well, such as '
+    f"{options.flag_of('retention')} lru; `prefixcached config` lists them."
+)
+"""Stands in the help of a command with `option_flags`."""
 
 
 def config_option(function: _Function) -> _Function:
@@ -43,17 +37,20 @@ def config_option(function: _Function) -> _Function:
 
 
 def option_flags(function: _Function) -> _Function:
-    """Add ``--config`` and one flag for each option; a flag that is not given is None."""
+    """Add ``--config`` and one flag for each option; a flag that is not given is None.
+
+    The command's help ends with `OTHERS`, which takes the place of most of them.
+    """
     for name in reversed(options.names()):
         default = options.default_text(name)
         is_path = name == "state_dir"
-        brief = _BRIEF.get(name) or options.text_of(name).split(";")[0].split(". ")[0].rstrip(".")
         function = click.option(
             options.flag_of(name),
             name,
             type=click.Path(path_type=Path, file_okay=False) if is_path else str,
             metavar=options.kind_of(name).metavar,
-            help=brief + (f" [{default}]" if default else ""),
+            help=_BRIEF.get(name, "") + (f" [{default}]" if default else ""),
+            hidden=name not in _BRIEF,
         )(function)
     return config_option(function)
 

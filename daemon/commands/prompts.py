@@ -70,7 +70,7 @@ def read_prompt(file: str, tokenizer: Tokenizer | None, *, is_text: bool) -> Tok
         tokens = token_array(ids)
     except UnsupportedTokensError as error:
         raise click.UsageError(
-            f"{file}: {error}; such prompts are neither stored nor found (rule N5)"
+            f"{file}: {error}; prompts with others are neither stored nor found"
         ) from error
     if not tokens.size:
         where = "standard input" if file == "-" else file

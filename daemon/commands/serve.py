@@ -5,7 +5,7 @@ import sys
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import structlog
@@ -13,15 +13,21 @@ import trio
 
 from prefixcached.daemon import app, config, logs, options
 from prefixcached.daemon.commands.common import EXIT_FAILED, socket_option
-from prefixcached.daemon.commands.option_flags import option_flags, settings
+from prefixcached.daemon.commands.option_flags import OTHERS, option_flags, settings
 from prefixcached.daemon.errors import StartError
 from prefixcached.daemon.stall_watch import StallWatch
 from prefixcached.daemon.storage import Storage
 
+if TYPE_CHECKING:
+    # Only a daemon that traces needs it.
+    from prefixcached.daemon.trace.tracer import Tracer
+
 log = structlog.get_logger()
 
 
-@click.command(epilog="Example: prefixcached serve --ram-bytes 8GiB --ssd-bytes 200GiB")
+@click.command(
+    epilog=f"{OTHERS}\n\nExample: prefixcached serve --ram-bytes 8GiB --ssd-bytes 200GiB"
+)
 @socket_option
 @option_flags
 @click.option(
@@ -35,7 +41,14 @@ log = structlog.get_logger()
     "trace_file",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Record there what the actors say; see `trace`",
+    help="Record what the actors say; see `trace`",
+)
+@click.option(
+    "--follow",
+    "followed_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    hidden=True,
+    help="Decide as the daemon of this trace did; what `replay` starts.",
 )
 @click.option("--trace-tokens", is_flag=True, help="Record tokens and names in the clear")
 def serve(
@@ -44,12 +57,13 @@ def serve(
     log_file: Path | None,
     trace_file: Path | None,
     trace_tokens: bool,
+    followed_file: Path | None,
     **flags: Any,
 ) -> None:
     """Run the daemon in the foreground until SIGTERM or Ctrl-C.
 
-    Prints one line, READY and the socket's path, when it serves. Logs to standard error: for
-    people on a terminal, else a JSON object a line.
+    Prints READY and the socket's path when it serves. Logs to standard error: for people on a
+    terminal, else a JSON object a line. With --log-file it prints FAILED and why if it cannot.
     """
     # Whatever this process creates is its user's alone (rules C1, D9).
     os.umask(0o077)
@@ -68,24 +82,42 @@ def serve(
         with ExitStack() as stack:
             tracer = None
             if trace_file is not None:
-                from prefixcached.daemon.trace.tracer import Tracer
-
-                tracer = Tracer(trace_file.absolute(), effective, keep_tokens=trace_tokens)
+                tracer = _tracer(trace_file.absolute(), effective, trace_tokens, followed_file)
                 stack.callback(tracer.close)
             watch = stack.enter_context(StallWatch())
             storage = Storage(effective, tracer)
             storage.statistics_sources.update(event_loop=watch.statistics, log=limiter.statistics)
-            announce = partial(_announce, effective.socket)
-            trio.run(app.serve, effective, storage, announce, tracer, instruments=[watch])
+            announce = partial(_print, f"READY {effective.socket}")
+            clock = None if tracer is None else tracer.clock
+            trio.run(
+                app.serve, effective, storage, announce, tracer, clock=clock, instruments=[watch]
+            )
     except* StartError as group:
         refusal = _first(group)
     except* Exception:
         log.exception("the daemon failed")
         failed = True
     if failed:
+        refusal = StartError("it failed unexpectedly; its log has the error")
+    # Standard error is the log then: whoever started this process hears it from standard output.
+    if log_file is not None and refusal is not None:
+        _print(f"FAILED {refusal}")
+    if failed:
         sys.exit(EXIT_FAILED)
     if refusal is not None:
         raise click.ClickException(str(refusal))
+
+
+def _tracer(
+    path: Path, effective: config.Config, keep_tokens: bool, followed: Path | None
+) -> "Tracer":
+    if followed is not None:
+        from prefixcached.daemon.trace.following import FollowingTracer
+
+        return FollowingTracer(path, effective, followed)
+    from prefixcached.daemon.trace.tracer import Tracer
+
+    return Tracer(path, effective, keep_tokens=keep_tokens)
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -96,8 +128,8 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return error
 
 
-def _announce(socket: Path) -> None:
+def _print(line: str) -> None:
     # Whoever started the daemon may have stopped listening.
     with suppress(OSError):
-        click.echo(f"READY {socket}")
+        click.echo(line)
         sys.stdout.flush()

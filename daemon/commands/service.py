@@ -11,8 +11,10 @@ from typing import Any
 import click
 
 from prefixcached.daemon.command_group import CommandGroup
+from prefixcached.daemon.commands.asking import reported_by
 from prefixcached.daemon.commands.common import (
     COMMAND_SECONDS,
+    age_text,
     reported_failures,
     socket_option,
 )
@@ -24,7 +26,7 @@ from prefixcached.daemon.service.launch_agent import LaunchAgent
 from prefixcached.daemon.service.plan import Service, ServiceError, ServicePlan, make_plan
 from prefixcached.daemon.service.systemd_units import SystemdUnits
 from prefixcached.daemon.socket_file import check_path
-from prefixcached.protocol.paths import start_lock
+from prefixcached.protocol.paths import log_file, start_lock
 
 
 @click.group(cls=CommandGroup, epilog="Example: prefixcached service install")
@@ -109,7 +111,7 @@ def status(socket: Path) -> None:
         about = ask_about(plan.socket)
     click.echo(
         f"answers    yes  {plan.socket}  process {about['pid']}, version {about['version']}, "
-        f"up {about['uptime_seconds']:.0f} s"
+        f"up {age_text(about['uptime_seconds'])}"
     )
 
 
@@ -121,13 +123,32 @@ def logs(socket: Path, lines: int, *, follow: bool) -> None:
     """Show the daemon's log."""
     with _failures():
         plan = make_plan(socket)
-        command = of_this_platform(plan).logs_command(lines, follow=follow)
+        supervisor = of_this_platform(plan)
+        if not any(path.is_file() for path in supervisor.files):
+            raise ServiceError(f"no service is installed. {_where_others_log(plan.socket)}")
+        command = supervisor.logs_command(lines, follow=follow)
         if sys.platform == "darwin" and not plan.log_file.exists():
             raise ServiceError(f"no log at {plan.log_file}: the service never ran")
     try:
         os.execvp(command[0], command)  # noqa: S606  (a list, and this process is done)
     except OSError as error:
         raise click.ClickException(f"cannot run {command[0]}: {error.strerror}") from error
+
+
+def _where_others_log(socket: Path) -> str:
+    """Say where the log of a daemon is that no service runs."""
+    from prefixcached.client.errors import PrefixCachedError
+
+    try:
+        report = reported_by(socket)
+    except PrefixCachedError:
+        return (
+            "`prefixcached serve` logs to its standard error or to its --log-file; a daemon that "
+            f"a client started logs to {log_file()}"
+        )
+    where = report["log"].get("file")
+    said = f"to {where}" if where else "to its standard error, where it was started"
+    return f"Process {report['daemon']['pid']}, which serves {socket}, logs {said}"
 
 
 def of_this_platform(plan: ServicePlan) -> Service:

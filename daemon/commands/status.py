@@ -43,8 +43,9 @@ def status(socket: Path, *, is_all: bool, as_json: bool) -> None:
     ):
         report = cache.stats()
     if as_json:
-        said = {"schema": SCHEMA, **report}
-        click.echo(json.dumps(said, indent=2, sort_keys=True, default=str))
+        # What a program looks at first stands first.
+        said = {"schema": SCHEMA, "daemon": report["daemon"], **report}
+        click.echo(json.dumps(said, indent=2, default=str))
     elif is_all:
         for name, value in counters(report):
             click.echo(f"{name}  {value}")

@@ -6,7 +6,9 @@ Nothing is missing from ``status --json`` that is here; docs/operations.md expla
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from prefixcached.daemon.commands.common import age_text, bytes_text, counted
+from prefixcached.daemon.commands.common import age_text, counted
+from prefixcached.daemon.commands.sparks import duration_text
+from prefixcached.daemon.sizes import bytes_text
 
 BAR_CELLS: Final = 20
 
@@ -65,6 +67,9 @@ def _ssd(report: Report) -> Iterator[Line]:
         return
     loading = "  reading its files" if ram["loading"] else ""
     yield Line("SSD", _tier(ram["ssd_bytes"], ram["ssd_bytes_cap"]) + loading)
+    # A daemon of an older version does not say it.
+    if state_dir := report["daemon"].get("state_dir"):
+        yield Line("files", state_dir)
 
 
 def _pressure(pressure: Report) -> Line:
@@ -135,7 +140,7 @@ def _restores(restores: Report) -> Iterator[Line]:
     rate = restores["bytes"] / restores["seconds"] if restores["seconds"] else 0.0
     text = (
         f"{restores['restores']:,}, {bytes_text(int(rate))}/s, "
-        f"longest {restores['longest_seconds']:.2f} s"
+        f"longest {duration_text(restores['longest_seconds'])}"
     )
     if restores["slow"]:
         text += f", {restores['slow']:,} slower than computing"

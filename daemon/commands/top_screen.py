@@ -9,7 +9,7 @@ from typing import Any, Final
 from rich.console import Console, Group
 from rich.text import Text
 
-from prefixcached.daemon.commands.common import age_text, bytes_text, counted
+from prefixcached.daemon.commands.common import age_text, counted
 from prefixcached.daemon.commands.sparks import (
     bar,
     count_text,
@@ -24,6 +24,7 @@ from prefixcached.daemon.commands.top_tables import SORTS, clients_table, proces
 from prefixcached.daemon.commands.watching import Look, SeriesTable
 from prefixcached.daemon.history_rings import Rows
 from prefixcached.daemon.latency import percentile
+from prefixcached.daemon.sizes import bytes_text
 from prefixcached.protocol.messages import LatencyReport
 
 SPANS: Final = (("2 min", 120), ("hour", 60), ("day", 1440))
@@ -32,6 +33,13 @@ SPANS: Final = (("2 min", 120), ("hour", 60), ("day", 1440))
 LABEL_WIDTH: Final = 9
 VALUE_WIDTH: Final = 12
 BAR_WIDTH: Final = 24
+LEAST_BAR_WIDTH: Final = 6
+AMOUNTS_WIDTH: Final = 52
+"""Of a tier's line beside its bar."""
+HISTORY_LINES: Final = 20
+"""Of a terminal's height: a lower one shows half of the history."""
+LEAST_HISTORY_LINES: Final = 16
+"""A lower one shows none: who is connected matters more."""
 FEWEST_SESSIONS: Final = 2
 """Rows of sessions that clients leave room for."""
 
@@ -77,16 +85,22 @@ def screen(
     """
     is_plain = not console.encoding.lower().startswith("utf")
     width, height = console.size
-    top = [_header(look.report, width, trouble), *_summary(look, recent, is_plain=is_plain)]
+    summary = _summary(look, recent, width, is_plain=is_plain)
+    top = [_header(look.report, width, trouble), *summary]
     name, rows = SPANS[view.span]
     table = day if view.span else recent
-    top += _history(table, name, rows, width, is_plain=is_plain)
+    history = list(_history(table, name, rows, width, is_plain=is_plain))
+    if height < HISTORY_LINES:
+        history = history[:3] if height >= LEAST_HISTORY_LINES else []
+    top += history
     rows_left = max(0, height - len(top) - 3)  # two headings, one line of keys
     labels = look.activity.labels
     seen = processes(look.activity, os.getpid())
-    for_sessions = min(len(labels), max(FEWEST_SESSIONS, rows_left - len(seen)))
+    for_sessions = min(
+        len(labels), max(FEWEST_SESSIONS, rows_left - len(seen)), max(0, rows_left - bool(seen))
+    )
     most = max(0, rows_left - for_sessions)
-    clients = clients_table(seen, most, view.sort, is_reversed=view.is_reversed)
+    clients = clients_table(seen, most, view.sort, width, is_reversed=view.is_reversed)
     sessions = sessions_table(look, for_sessions)
     order = f"{view.sort}, reversed" if view.is_reversed else view.sort
     keys = f"q quit   s sort: {order}   r reverse   h history: {name}"
@@ -105,31 +119,35 @@ def _header(report: Mapping[str, Any], width: int, trouble: str) -> Text:
     if ram["loading"]:
         line.append("  loading", style="yellow")
     clock = time.strftime("%H:%M:%S")
-    line.append(" " * max(1, width - line.cell_len - len(clock)) + clock, style="not bold")
+    space = width - line.cell_len - len(clock)
+    if space > 0:
+        line.append(" " * space + clock, style="not bold")
     return _clip(line)
 
 
-def _summary(look: Look, recent: SeriesTable, *, is_plain: bool) -> Iterator[Text]:
+def _summary(look: Look, recent: SeriesTable, width: int, *, is_plain: bool) -> Iterator[Text]:
     ram = look.report["ram_tier"]
     takes, puts, disk = ram["takes"], ram["puts"], ram["disk"]
+    bar_width = max(LEAST_BAR_WIDTH, min(BAR_WIDTH, width - AMOUNTS_WIDTH))
     for name, used, cap, more in (
-        ("RAM", ram["ram_bytes"], ram["ram_bytes_cap"], f"{ram['images']:,} images"),
+        ("RAM", ram["ram_bytes"], ram["ram_bytes_cap"], counted(ram["images"], "image")),
         ("SSD", ram["ssd_bytes"], ram["ssd_bytes_cap"], _disk_text(disk, ram["ssd_bytes_cap"])),
     ):
         share = used / cap if cap else 0.0
         amounts = f"{bytes_text(used)} of {bytes_text(cap)}" if cap else "off"
         yield _line(
-            f"{name:<{LABEL_WIDTH}}{bar(share, BAR_WIDTH, is_plain=is_plain)} "
+            f"{name:<{LABEL_WIDTH}}{bar(share, bar_width, is_plain=is_plain)} "
             f"{share:4.0%}  {amounts:<24} {plain(more)}"
         )
     asked, reused = takes["tokens_requested"], takes["tokens_reused"]
     lately = ratio_bins(
         _last(recent, "tokens_reused", 60), _last(recent, "tokens_requested", 60), 1
     )
-    yield _line(
-        f"{'Tokens':<{LABEL_WIDTH}}{_percent(reused, asked)} of {count_text(asked)} reused: "
-        f"{count_text(reused)} saved; last minute {_share_text(lately)}"
-    )
+    yield _parts(
+        "Tokens", width,
+        f"{_percent(reused, asked)} of {count_text(asked)} reused: {count_text(reused)} saved",
+        f"last minute {_share_text(lately)}",
+    )  # fmt: skip
     missed = sum(takes["misses"].values())
     from_ram = max(0, takes["takes"] - missed - takes["ssd_hits"] - ram["takes_waiting"])
     reasons = sorted(takes["misses"].items(), key=lambda one: -one[1])
@@ -139,19 +157,21 @@ def _summary(look: Look, recent: SeriesTable, *, is_plain: bool) -> Iterator[Tex
         f"SSD {_percent(takes['ssd_hits'], takes['takes'])}, missed {missed:,}"
         + (f": {plain(why)}" if why else "")
     )
-    yield _line(
-        f"{'Now':<{LABEL_WIDTH}}{counted(ram['claims'], 'claim')}, {ram['takes_waiting']:,} "
-        f"waiting, {counted(ram['leases'], 'lease')}, {counted(ram['pins'], 'pin')}, "
-        f"{counted(ram['puts_in_flight'], 'put')}; "
-        f"{counted(takes['prefills_saved'], 'prefill')} saved"
-    )
-    yield _line(
-        f"{'Writer':<{LABEL_WIDTH}}{ram['writes_queued']:,} queued, "
-        f"{bytes_text(round(_rate_now(recent, 'written_bytes')))}/s, "
-        f"{bytes_text(disk['written_bytes'])} written, {disk['failed']:,} failed; "
-        f"{bytes_text(puts['stored_bytes'])} stored"
-    )
-    yield _line(f"{'Times':<{LABEL_WIDTH}}{_times(look.latency)}")
+    yield _parts(
+        "Now", width,
+        counted(ram["claims"], "claim"), f"{ram['takes_waiting']:,} waiting",
+        counted(ram["leases"], "lease"), counted(ram["pins"], "pin"),
+        counted(ram["puts_in_flight"], "put"),
+        f"{counted(takes['prefills_saved'], 'prefill')} saved",
+    )  # fmt: skip
+    yield _parts(
+        "Writer", width,
+        f"{ram['writes_queued']:,} queued",
+        f"{bytes_text(round(_rate_now(recent, 'written_bytes')))}/s",
+        f"{bytes_text(disk['written_bytes'])} written", f"{disk['failed']:,} failed",
+        f"{bytes_text(puts['stored_bytes'])} stored",
+    )  # fmt: skip
+    yield _parts("Times", width, *_times(look.latency))
 
 
 def _disk_text(disk: Mapping[str, Any], cap: int) -> str:
@@ -160,7 +180,7 @@ def _disk_text(disk: Mapping[str, Any], cap: int) -> str:
     return f"failing: {disk['reason']}"
 
 
-def _times(latency: LatencyReport) -> str:
+def _times(latency: LatencyReport) -> list[str]:
     counts = {one.request: one.counts for one in latency.requests}
     parts = []
     for request in ("take", "offer", "commit"):
@@ -170,7 +190,7 @@ def _times(latency: LatencyReport) -> str:
         )
         if p50 == p50:  # NaN where there was none
             parts.append(f"{request} {duration_text(p50, 2)}/{duration_text(p99, 2)}")
-    return f"p50/p99: {', '.join(parts)}" if parts else "no requests yet"
+    return [f"p50/p99: {parts[0]}", *parts[1:]] if parts else ["no requests yet"]
 
 
 def _history(
@@ -219,6 +239,16 @@ def _last(table: SeriesTable, name: str, rows: int) -> Rows:
 
 def _rate_now(table: SeriesTable, name: str) -> float:
     return _newest(rate_bins(_last(table, name, 6), table.times[-6:], 1))
+
+
+def _parts(label: str, width: int, first: str, *more: str) -> Text:
+    """One line with as many of its parts as fit: half a number would be a wrong one."""
+    text = f"{label:<{LABEL_WIDTH}}{first}"
+    for part in more:
+        if len(text) + 2 + len(part) > width:
+            break
+        text += f", {part}"
+    return _line(text)
 
 
 def _line(text: str, style: str = "") -> Text:

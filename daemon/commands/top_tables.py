@@ -19,6 +19,8 @@ from prefixcached.protocol.messages import ActivityReport, ClientActivity
 SORTS: Final = ("busy", "requests", "connected", "pid")
 """Orders of processes."""
 
+HOLDINGS_WIDTH: Final = 72
+
 
 @dataclass(frozen=True)
 class Process:
@@ -71,8 +73,13 @@ def _process(
     )
 
 
-def clients_table(seen: list[Process], most: int, sort: str, *, is_reversed: bool) -> Table:
-    """Return at most ``most`` processes, in the order of one of `SORTS`."""
+def clients_table(
+    seen: list[Process], most: int, sort: str, width: int, *, is_reversed: bool
+) -> Table:
+    """Return at most ``most`` processes, in the order of one of `SORTS`.
+
+    In less than `HOLDINGS_WIDTH` columns what they hold is left out, so that names can be read.
+    """
     keys = {
         "busy": lambda one: (-one.doing_seconds, -one.requests),
         "requests": lambda one: -one.requests,
@@ -80,17 +87,18 @@ def clients_table(seen: list[Process], most: int, sort: str, *, is_reversed: boo
         "pid": lambda one: one.pid,
     }
     ordered = sorted(seen, key=keys[sort], reverse=is_reversed)
+    is_wide = width >= HOLDINGS_WIDTH
+    holdings = ("leases", "pins", "puts", "claims") if is_wide else ()
     table = _table(
         (f"Clients {len(seen)}", "left"), ("doing", "left"), ("since", "right"),
-        ("requests", "right"), ("leases", "right"), ("pins", "right"), ("puts", "right"),
-        ("claims", "right"), ("up", "right"),
+        ("requests", "right"), *((name, "right") for name in holdings), ("up", "right"),
     )  # fmt: skip
     for one in ordered[:most]:
         is_busy = bool(one.doing)
         table.add_row(
             Text(f"{one.pid or '?'} {one.client}"), Text(one.doing or "idle"),
             duration_text(one.doing_seconds) if one.doing_seconds else "", f"{one.requests:,}",
-            f"{one.leases}", f"{one.pins}", f"{one.puts}", f"{one.claims}",
+            *(f"{getattr(one, name)}" for name in holdings),
             age_text(one.connected_seconds), style="" if is_busy else "dim",
         )  # fmt: skip
     return table

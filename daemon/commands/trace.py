@@ -20,6 +20,7 @@ _UNINTERESTING: Final = frozenset(
     {"type", "format", "path", "checksum", "schema", "schemas", "schema_digest", "capabilities",
      "boot", "version", "data_offset", "used_seconds", "seconds_left", "session"}
 )  # fmt: skip
+_NOTES: Final = frozenset({"turn", "new-image"})
 _SHORTENED: Final = frozenset({"namespace", "id", "parent"})
 
 
@@ -44,8 +45,12 @@ def trace(
     """Print what `serve --trace FILE` recorded.
 
     A line has seconds since the daemon's start, channel, flow (session and number of the request
-    that it belongs to), type, and the fields that matter, with sizes in place of bytes.
+    that it belongs to), type, and the fields that matter, with sizes in place of bytes. What the
+    trace notes for `replay` alone is shown with --channel tracer. Exit code 1 where nothing
+    matches.
     """
+    is_asked = channel is not None or kind is not None
+    found = False
     with opened(file) as (header, records):
         if not as_json:
             click.echo(f"prefixcached {header.version}, tokens are {header.tokens}", err=True)
@@ -55,8 +60,16 @@ def trace(
                 and (kind is None or fnmatch.fnmatchcase(record.type, kind))
                 and (session is None or record.session == session)
                 and (flow is None or record.flow == flow)
+                and (is_asked or record.type not in _NOTES)
             ):
-                click.echo(_json_of(record) if as_json else line_of(record))
+                found = True
+                click.echo(json_of(record) if as_json else line_of(record))
+
+    if not found:
+        raise click.ClickException(
+            f"nothing in {file} matches; without options all of it is shown, and flows are in the "
+            "third column"
+        )
 
 
 @contextmanager
@@ -69,6 +82,8 @@ def opened(file: Path) -> "Iterator[tuple[Header, Iterator[Record]]]":
             yield trace
     except TraceError as error:
         raise click.ClickException(str(error)) from error
+    except BrokenPipeError:  # of whoever reads what is printed
+        raise
     except OSError as error:
         raise click.ClickException(f"cannot read {file}: {error.strerror}") from error
 
@@ -96,7 +111,7 @@ def _fields(plain: dict[str, Any]) -> dict[str, str]:
             case list():
                 shown[name] = f"[{len(value)}]"
             case dict() if name == "report":
-                shown[name] = ",".join(value)
+                shown[name] = ",".join(str(section) for section in value)
             case dict():
                 deeper.append(value)
             case float():
@@ -112,7 +127,8 @@ def _fields(plain: dict[str, Any]) -> dict[str, str]:
     return shown
 
 
-def _json_of(record: "Record") -> str:
+def json_of(record: "Record") -> str:
+    """Return one record for programs."""
     return json.dumps(
         {
             "seconds": round(record.seconds, 6),

@@ -149,11 +149,13 @@ export function drawTree(nodes, width) {
     tiling: { orientation: "v", pad: 1 }, root: { color: colour("trunk") },
     // The library fades leaves, and its own choice of text is hard to read on these colours.
     leaf: { opacity: 1 },
-    textfont: { size: 11, color: [colour("text"), ...nodes.map((node) => colour(node.tier ? "on-tier" : "text"))] },
+    textfont: { size: 14, color: [colour("text"), ...nodes.map((node) => colour(node.tier ? "on-tier" : "text"))] },
     texttemplate: "%{label}", pathbar: { visible: true, thickness: 20 },
   };
   return Plotly.react("tree", [trace], {
     margin: { l: 0, r: 0, t: 4, b: 0 }, paper_bgcolor: "rgba(0,0,0,0)", uirevision: "tree",
+    // A label that does not fit is left out: the library would shrink it until nobody can read it.
+    uniformtext: { minsize: 12, mode: "hide" },
     font: { color: colour("text"), size: 11, family: getComputedStyle(document.body).fontFamily },
     hoverlabel: { align: "left", font: { size: 12 } },
   }, CONFIG);

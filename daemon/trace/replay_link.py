@@ -3,11 +3,18 @@
 import os
 import socket
 from pathlib import Path
+from typing import Final
+
+import trio
 
 from prefixcached.daemon.sockets import MessageSocket
 from prefixcached.protocol import limits, messages
 from prefixcached.protocol.connection import CAPABILITIES, CLOSED, Connection, Received, Role
 from prefixcached.protocol.messages import AnyRequest, OneWay, Reply
+
+CONNECT_ATTEMPTS: Final = 5
+"""To be greeted. A daemon that follows a record leaps through its idle hours, and where one of them
+lies in a greeting, that has come too late."""
 
 
 class ReplayFailedError(Exception):
@@ -63,16 +70,37 @@ class Link(MessageSocket):
 
 
 async def open_link(path: Path, name: str) -> Link:
-    """Connect, and say who it is."""
+    """Connect, and say who it is; again where the record's time went on between the two."""
+    for _ in range(CONNECT_ATTEMPTS - 1):
+        try:
+            return await _greeted(path, name)
+        except (ReplayFailedError, ConnectionError):
+            await trio.lowlevel.checkpoint()
+    return await _greeted(path, name)
+
+
+async def _greeted(path: Path, name: str) -> Link:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.connect(str(path))
+    try:
+        sock.connect(str(path))
+    except OSError:
+        sock.close()
+        raise
     link = Link(sock)
-    await link.ask(
-        messages.Hello(
-            version=limits.PROTOCOL_VERSION,
-            capabilities=CAPABILITIES,
-            client=name,
-            pid=os.getpid(),
-        )
-    )
+    try:
+        reply, _ = await link.ask(_hello(name))
+        if not isinstance(reply, messages.Welcome):
+            raise ReplayFailedError(f"the daemon of the replay greets with {reply!r}")
+    except BaseException:
+        link.close()
+        raise
     return link
+
+
+def _hello(name: str) -> messages.Hello:
+    return messages.Hello(
+        version=limits.PROTOCOL_VERSION,
+        capabilities=CAPABILITIES,
+        client=name,
+        pid=os.getpid(),
+    )

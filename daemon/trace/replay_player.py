@@ -11,13 +11,14 @@ import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import trio
 
 from prefixcached.daemon.trace.replay_link import Link, ReplayFailedError, open_link
-from prefixcached.daemon.trace.replay_steps import Answered
+from prefixcached.daemon.trace.replay_steps import BARRIER, Answered
+from prefixcached.daemon.trace.trace_file import Facts
 from prefixcached.protocol import messages
 from prefixcached.protocol.image import ImageSpec, layout
 from prefixcached.protocol.messages import AnyRequest, OneWay, Reply
@@ -30,11 +31,13 @@ wait for what only a later step brings."""
 BLOCK_BYTES: Final = 1 << 16
 """Of an image's bytes: one block follows from its tokens and is repeated."""
 
-BARRIER: Final = messages.Contains("", b"")
-"""A question that changes nothing; its reply says that the messages before it were handled."""
-
 _NUMBERS: Final = ("lease", "put", "pin", "claim")
 """What replies give out and requests name."""
+
+
+def connection_name(session: int, connection: int) -> str:
+    """What a connection calls itself; the daemon of the replay knows its session by it."""
+    return f"replay of session {session}, connection {connection}"
 
 
 @dataclass(slots=True)
@@ -68,13 +71,13 @@ class Player:
         self._comparison = comparison
         self._numbers: dict[int, int] = {}
         self._pending: AnyRequest | None = None
-        self._unheard: dict[str, Any] | None = None
+        self._unheard: Facts | None = None
         self.is_open = True
 
     async def connect(self) -> None:
         """Open a connection, under a name that no other one has."""
         self._connections += 1
-        self.name = f"replay of session {self._session}, connection {self._connections}"
+        self.name = connection_name(self._session, self._connections)
         self.link = await open_link(self._socket, self.name)
 
     @property
@@ -95,13 +98,13 @@ class Player:
         if not isinstance(translated, OneWay):
             self._pending, self._unheard = translated, None
 
-    async def answered(self, step: Answered) -> None:
+    async def answered(self, step: Answered, patience_seconds: float = STALL_SECONDS) -> None:
         """Wait for the reply that the record has here, and follow it up."""
         if not self.is_waiting:
             return
         self._unheard = step.reply
         heard = None
-        with trio.move_on_after(step.took_seconds + STALL_SECONDS):
+        with trio.move_on_after(step.took_seconds + patience_seconds):
             heard = await self.link.hear()
         if heard is None:
             self._comparison.late += 1
@@ -135,7 +138,7 @@ class Player:
     async def _follow_up(self, reply: Reply, descriptors: list[int]) -> None:
         """Do what the client behind the record would do with this reply."""
         request, self._pending = self._pending, None
-        recorded = self._unheard or {}
+        recorded = self._unheard or Facts()
         if isinstance(request, messages.Take):
             self._compare(recorded, reply)
         if isinstance(reply, messages.Grant):
@@ -151,13 +154,13 @@ class Player:
             given = getattr(reply, name, None)
             if given is None:
                 continue
-            if recorded.get(name) is not None:
-                self._numbers[recorded[name]] = given
+            if (number := getattr(recorded, name)) is not None:
+                self._numbers[number] = given
             else:
                 await self._use_up(name, given)
 
-    def _compare(self, recorded: dict[str, Any], reply: Reply) -> None:
-        before = recorded.get("length", 0)
+    def _compare(self, recorded: Facts, reply: Reply) -> None:
+        before = recorded.length
         now = reply.length if isinstance(reply, messages.Hit) else 0
         self._comparison.equal_takes += now == before
         self._comparison.longer_takes += now > before

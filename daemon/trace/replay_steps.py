@@ -2,10 +2,10 @@
 
 The order is the record's: a request is sent after the replies that the record has before it. What
 was written or promoted between two requests becomes one `Settle`. A commit takes effect when its
-images are sealed, in a thread; so it is sent where the record has that, and nothing comes between.
-Requests that change nothing and
-tell nothing about the cache (`status`, `ls`, who watches) are left out, and so are those for
-further descriptors, of which a replay may need more or fewer.
+images are sealed, in a thread; where the record has that there is an `Effect`, up to which a replay
+that paces itself keeps the commit. Requests that change nothing and tell nothing about the cache
+(`status`, `ls`, who watches) are left out, and so are those for further descriptors, of which a
+replay may need more or fewer.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ from typing import Any, Final, get_args
 
 import msgspec
 
-from prefixcached.daemon.trace.trace_file import Plain, Record, TraceError
+from prefixcached.daemon.trace.trace_file import Facts, Record, TraceError
 from prefixcached.daemon.trace.tracer import REPLIES, REQUESTS, WORKERS
 from prefixcached.protocol import messages
 from prefixcached.protocol.framing import tag_of
@@ -24,6 +24,9 @@ LEFT_OUT: Final = (
     messages.Hello, messages.Fetch, messages.Status, messages.List, messages.Explain,
     messages.Activity, messages.Latency, messages.History,
 )  # fmt: skip
+
+BARRIER: Final = messages.Contains("", b"")
+"""A question that changes nothing; its reply says that the messages before it were handled."""
 
 _KINDS: Final = {tag_of(kind): kind for kind in get_args(AnyRequest)}
 
@@ -42,7 +45,7 @@ class Answered:
     """The record has here the reply to the session's request, after ``took_seconds``."""
 
     session: int
-    reply: Plain
+    reply: Facts
     took_seconds: float
 
 
@@ -61,7 +64,14 @@ class Settle:
     promoted: int
 
 
-Step = Send | Answered | Gone | Settle
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """The session's commit took effect, or was refused."""
+
+    session: int
+
+
+Step = Send | Answered | Gone | Settle | Effect
 
 
 def steps_of(records: Iterable[Record]) -> Iterator[Step]:
@@ -71,7 +81,7 @@ def steps_of(records: Iterable[Record]) -> Iterator[Step]:
         TraceError: A request is none that this version knows.
     """
     pending: dict[int, float] = {}
-    commits: dict[int, Send] = {}
+    commits: set[int] = set()
     settled = done = Settle(0, 0)
     for record in records:
         if record.channel == REQUESTS:
@@ -83,31 +93,33 @@ def steps_of(records: Iterable[Record]) -> Iterator[Step]:
                 if not isinstance(step.request, messages.OneWay):
                     pending[step.session] = step.seconds
                 if isinstance(step.request, messages.Commit):
-                    commits[step.session] = step
-                    continue
-            if isinstance(step, Gone) and step.session in commits:
-                yield commits.pop(step.session)
+                    commits.add(step.session)
+            if isinstance(step, Gone):
+                yield from _effect(step.session, commits)
             if step is not None:
                 yield step
         elif record.channel == WORKERS and record.type == "sealed":
-            if record.session in commits:
-                yield commits.pop(record.session)
+            yield from _effect(record.session, commits)
         elif record.channel == REPLIES:
-            if record.session in commits:  # declined at once
-                yield commits.pop(record.session)
+            yield from _effect(record.session, commits)  # declined at once
             since = pending.pop(record.session, None)
             if since is not None:
-                yield Answered(record.session, record.message, record.seconds - since)
+                yield Answered(record.session, record.facts, record.seconds - since)
         elif record.type == "written" and record.message.get("entry") is not None:
             done = replace(done, written=done.written + 1)
-        elif record.type == "promoted" and not record.message.get("error"):
+        elif record.type == "promoted" and not record.facts.error:
             done = replace(done, promoted=done.promoted + 1)
 
 
+def _effect(session: int, commits: set[int]) -> Iterator[Effect]:
+    if session in commits:
+        commits.discard(session)
+        yield Effect(session)
+
+
 def _request(record: Record) -> Send | Gone | None:
-    message = record.message
-    if message.get("type") == "client-gone":
-        return Gone(message["session"])
+    if record.message.get("type") == "client-gone":
+        return Gone(record.facts.session)
     kind = _KINDS.get(record.type)
     if kind is None:
         raise TraceError(f"the trace has a request of type {record.type!r}, which is unknown here")
@@ -119,7 +131,7 @@ def _request(record: Record) -> Send | Gone | None:
         )
     except msgspec.ValidationError as error:
         raise TraceError(f"the trace has a {record.type} that is none: {error}") from error
-    return Send(message["session"], request, record.seconds)
+    return Send(record.facts.session, request, record.seconds)
 
 
 def _with_metadata(plain: Any) -> Any:

@@ -1,7 +1,8 @@
 """Replayer: does the steps of a replay against a daemon. It owns the players.
 
 One task does one step after the other, so that what happened in some order in the record happens
-in that order again: a message has arrived before the next one is sent.
+in that order again: a message has arrived before the next one is sent. While the daemon follows the
+record (`following`) it keeps the order itself, and the replayer only issues what comes next.
 """
 
 from collections.abc import Awaitable, Callable, Iterable
@@ -11,13 +12,24 @@ from typing import Any, Final, assert_never
 import trio
 
 from prefixcached.daemon.trace.replay_link import ReplayFailedError, open_link
-from prefixcached.daemon.trace.replay_player import BARRIER, Comparison, Player
-from prefixcached.daemon.trace.replay_steps import Answered, Gone, Send, Settle, Step
+from prefixcached.daemon.trace.replay_player import STALL_SECONDS, Comparison, Player
+from prefixcached.daemon.trace.replay_steps import (
+    BARRIER,
+    Answered,
+    Effect,
+    Gone,
+    Send,
+    Settle,
+    Step,
+)
 from prefixcached.protocol import messages
 from prefixcached.protocol.errors import ProtocolError
 
 SETTLE_SECONDS: Final = 30.0
 """For the writer to catch up. A disk that is full never does."""
+
+PATIENCE_SECONDS: Final = 30.0
+"""For a reply from a daemon that follows the record: it gives that up by itself before."""
 
 POLL_SECONDS: Final = 0.002
 """Between two questions to a daemon that is busy with what was asked before."""
@@ -29,12 +41,17 @@ class Replayer:
     Args:
         socket: Of a daemon that holds nothing and serves nobody else.
         speed: How many times as fast as in the record time passes; 0 waits for nothing.
+        is_followed: Whether the daemon follows the record now.
     """
 
-    def __init__(self, socket: Path, speed: float = 0.0) -> None:
+    def __init__(
+        self, socket: Path, speed: float = 0.0, is_followed: Callable[[], bool] = lambda: False
+    ) -> None:
         self._socket = socket
         self._speed = speed
+        self._is_followed = is_followed
         self._players: dict[int, Player] = {}
+        self._commits: dict[int, Send] = {}
         self._last: Player | None = None
         self.comparison = Comparison()
 
@@ -48,12 +65,14 @@ class Replayer:
         try:
             self._control = await open_link(self._socket, "replay")
             try:
-                await self._until_loaded()
+                if not self._is_followed():
+                    await self._until_loaded()
                 started = trio.current_time()
                 for step in steps:
                     if self._speed and isinstance(step, Send):
                         await trio.sleep_until(started + step.seconds / self._speed)
                     await self._do(step)
+                await self._until_followed()
                 for session in list(self._players):
                     await self._gone(session)
             finally:
@@ -65,33 +84,44 @@ class Replayer:
 
     async def _do(self, step: Step) -> None:
         match step:
-            case Send(session=session, request=request):
-                player = self._players.get(session)
-                if player is None:
-                    player = Player(session, self._socket, self.comparison)
-                    await player.connect()
-                    self._players[session] = player
-                if player.is_open:
-                    await self._let_arrive(player)
-                    await player.send(request)
-                else:
-                    self.comparison.left_out += 1
+            case Send(session=session, request=messages.Commit()) if not self._is_followed():
+                self._commits[session] = step
+            case Send():
+                await self._send(step)
+            case Effect(session=session):
+                if (commit := self._commits.pop(session, None)) is not None:
+                    await self._send(commit)
             case Answered(session=session):
                 if (player := self._players.get(session)) is not None and player.is_open:
-                    await player.answered(step)
+                    patience = PATIENCE_SECONDS if self._is_followed() else STALL_SECONDS
+                    await player.answered(step, patience)
             case Gone(session=session):
                 await self._gone(session)
             case Settle():
-                if not self._speed:
+                if not self._speed and not self._is_followed():
                     await self._settle(step)
             case _:
                 assert_never(step)
+
+    async def _send(self, step: Send) -> None:
+        player = self._players.get(step.session)
+        if player is None:
+            player = Player(step.session, self._socket, self.comparison)
+            await player.connect()
+            self._players[step.session] = player
+        if not player.is_open:
+            self.comparison.left_out += 1
+            return
+        if not self._is_followed():
+            await self._let_arrive(player)
+        await player.send(step.request)
 
     async def _gone(self, session: int) -> None:
         player = self._players.pop(session, None)
         if player is None:
             return
-        await self._let_arrive(player)
+        if not self._is_followed():
+            await self._let_arrive(player)
         self._last = None
         await player.close()
 
@@ -121,6 +151,12 @@ class Replayer:
         report, _ = await self._control.ask(messages.Activity())
         assert isinstance(report, messages.ActivityReport)
         return {client.client: client.requests for client in report.clients}
+
+    async def _until_followed(self) -> None:
+        """Let the daemon come to the record's end: what its disk did then counts as well."""
+        while self._is_followed():
+            await self._activity()  # which fails where the daemon has
+            await trio.sleep(POLL_SECONDS)
 
     async def _until_loaded(self) -> None:
         async def is_loaded() -> bool:

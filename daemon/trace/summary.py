@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -52,6 +52,24 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     left_out: int
 
 
+class _Evictions(msgspec.Struct, frozen=True):
+    evictions: int | None = None
+    dropped_unwritten: int | None = None
+    ssd_evictions: int | None = None
+
+
+class _Disk(msgspec.Struct, frozen=True):
+    written_bytes: int | None = None
+    read_bytes: int | None = None
+
+
+class _Counters(msgspec.Struct, frozen=True):
+    """Of RamTier's statistics what no message tells."""
+
+    evictions: _Evictions = _Evictions()
+    disk: _Disk = _Disk()
+
+
 class Tally:
     """Counts records one by one, so that a trace need not fit into memory."""
 
@@ -78,42 +96,42 @@ class Tally:
         elif record.channel == REPLIES:
             self._reply(record)
         elif record.channel == OWN and record.type == "statistics":
-            self._statistics = record.message["report"]
+            self._statistics = record.facts.report
         elif record.channel == OWN:
-            self._left_out += record.message.get("records", 0)
+            self._left_out += record.facts.records
 
     def _request(self, record: Record) -> None:
         if record.type in MEASURED:
             self._sessions.add(record.session)
             self._pending[record.session] = record.type, record.seconds
         if record.type == "take":
-            self._tokens_requested += len(record.body["tokens"]) // 4
+            tokens = record.body.get("tokens")
+            self._tokens_requested += len(tokens) // 4 if isinstance(tokens, bytes) else 0
 
     def _reply(self, record: Record) -> None:
         kind, since = self._pending.pop(record.session, ("", 0.0))
         if not kind:
             return
         self._times.setdefault(kind, []).append(record.seconds - since)
-        reply = record.message
+        reply = record.facts
         match kind, record.type:
             case "take", "hit":
-                self._hits[reply["tier"]] += 1
-                self._tokens_reused += reply["length"]
+                self._hits[reply.tier] += 1
+                self._tokens_reused += reply.length
             case "take", "miss":
-                self._misses[reply["reason"]] += 1
+                self._misses[reply.reason] += 1
             case "take-object", ("hit" | "miss") as outcome:
                 self._objects[outcome] += 1
             case _, "stored":
                 self._stored += 1
             case _, "declined":
-                self._declined[reply["reason"]] += 1
+                self._declined[reply.reason] += 1
             case _:
                 pass
 
     def summary(self) -> Summary:
         """Return what was counted so far."""
-        evictions = _within(self._statistics, "ram_tier", "evictions") or {}
-        disk = _within(self._statistics, "ram_tier", "disk") or {}
+        counters = _counters_of(self._statistics)
         return Summary(
             seconds=self._seconds,
             sessions=len(self._sessions),
@@ -127,11 +145,11 @@ class Tally:
             object_misses=self._objects["miss"],
             stored=self._stored,
             declined=dict(sorted(self._declined.items())),
-            evictions=evictions.get("evictions"),
-            dropped_unwritten=evictions.get("dropped_unwritten"),
-            ssd_evictions=evictions.get("ssd_evictions"),
-            written_bytes=disk.get("written_bytes"),
-            read_bytes=disk.get("read_bytes"),
+            evictions=counters.evictions.evictions,
+            dropped_unwritten=counters.evictions.dropped_unwritten,
+            ssd_evictions=counters.evictions.ssd_evictions,
+            written_bytes=counters.disk.written_bytes,
+            read_bytes=counters.disk.read_bytes,
             times={kind: _times(self._times[kind]) for kind in MEASURED if kind in self._times},
             left_out=self._left_out,
         )
@@ -153,7 +171,9 @@ def _times(seconds: Sequence[float]) -> Times:
     )
 
 
-def _within(plain: Any, *names: str) -> Any:
-    for name in names:
-        plain = plain.get(name) if isinstance(plain, dict) else None
-    return plain
+def _counters_of(statistics: Plain) -> _Counters:
+    """Return what a daemon's statistics say; nothing where they are another version's."""
+    try:
+        return msgspec.convert(statistics.get("ram_tier", {}), _Counters)
+    except msgspec.ValidationError:
+        return _Counters()

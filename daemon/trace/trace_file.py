@@ -5,7 +5,8 @@
     value 3...   records: [seconds since the start, channel, flow, message], the message a map with
                  its tag under "type"
 
-A file that ends in the middle of a value, as kill -9 leaves it, is readable up to there.
+A file that ends in the middle of a value, as kill -9 leaves it, is readable up to there. It may be
+anybody's: a record that is read has been checked (`Facts`), so that whoever uses it need not.
 `TraceWriter` owns the descriptor it writes to; one thread at a time may use it.
 """
 
@@ -15,7 +16,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgpack
 import msgspec
@@ -30,7 +31,19 @@ MAGIC: Final[bytes] = msgpack.packb("prefixcached-trace")
 MAX_VALUE_BYTES: Final = 64 << 20
 """One record: four frames of the protocol. More is damage, not a message."""
 
+MAX_NESTING: Final = 32
+"""Of values in a record: what we write has a third of it, and readers walk it recursively."""
+
+MAX_SECONDS: Final = 1e10
+"""Three centuries since a start: more is damage, and no column is so wide."""
+
+MAX_NAME_CHARACTERS: Final = 256
+"""Of channels and flows, which have a tenth of it."""
+
 Plain = dict[str, Any]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]
+ShortText = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARACTERS)]
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,13 +56,43 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     config: Plain
 
 
+class Facts(msgspec.Struct, frozen=True):
+    """What our commands use of a message, whatever it is; a message has some of it."""
+
+    type: str = ""
+    session: Count = 0
+    request: Plain | None = None
+    tier: str = ""
+    length: Count = 0
+    reason: str = ""
+    error: str = ""
+    id: str = ""
+    lease: int | None = None
+    put: int | None = None
+    pin: int | None = None
+    claim: int | None = None
+    read: int | None = None
+    sync: int | None = None
+    epoch: int | None = None
+    allocated_bytes: int | None = None
+    records: Count = 0
+    report: Plain = {}
+    now: Seconds = 0.0
+    wake: bool = False
+
+
 class Record(msgspec.Struct, frozen=True, array_like=True):
     """One message. ``channel`` is "sender->receiver", ``flow`` as in `flows`, or empty."""
 
-    seconds: float
-    channel: str
-    flow: str
+    seconds: Seconds
+    channel: ShortText
+    flow: ShortText
     message: Plain
+
+    @property
+    def facts(self) -> Facts:
+        """The message as far as commands use it; raises `msgspec.ValidationError`."""
+        return msgspec.convert(self.message, Facts)
 
     @property
     def type(self) -> str:
@@ -66,7 +109,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
     def session(self) -> int:
         """The session of the flow, 0 where there is none."""
         number = self.flow.partition(".")[0]
-        return int(number) if number.isdigit() else 0
+        return int(number) if number.isascii() and number.isdecimal() else 0
 
 
 class TraceError(ValueError):
@@ -168,6 +211,7 @@ def reading(path: Path) -> Iterator[tuple[Header, Iterator[Record]]]:
 def _header(path: Path, values: Any) -> Header:
     try:
         plain = next(values)
+        check_plain(plain)
         form = plain.get("format") if isinstance(plain, dict) else None
         if form != FORMAT:
             raise TraceError(
@@ -177,18 +221,52 @@ def _header(path: Path, values: Any) -> Header:
         return msgspec.convert(plain, Header)
     except StopIteration:
         raise TraceError(f"{path} ends within its header: nothing was recorded") from None
-    except (ValueError, msgpack.UnpackException) as error:
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
         if isinstance(error, TraceError):
             raise
-        raise TraceError(f"{path} is damaged at its beginning: {error}") from error
+        raise TraceError(f"{path} is damaged at its beginning: {_reason(error)}") from error
 
 
 def _records(path: Path, values: Any) -> Iterator[Record]:
     while True:
         start = values.tell()
         try:
-            yield msgspec.convert(next(values), Record)
+            value = next(values)
+            check_plain(value)
+            record = msgspec.convert(value, Record)
+            _ = record.facts
         except StopIteration:
             return
-        except (ValueError, msgpack.UnpackException) as error:
-            raise TraceError(f"{path} is damaged at byte {len(MAGIC) + start}: {error}") from error
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            raise TraceError(
+                f"{path} is damaged at byte {len(MAGIC) + start}: {_reason(error)}"
+            ) from error
+        yield record
+
+
+def check_plain(value: Any, nesting: int = MAX_NESTING) -> None:
+    """Refuse what a trace never holds, however deep it lies.
+
+    Raises:
+        ValueError: A value of another type, a key that is no text or number, or too deep a nest.
+    """
+    if nesting < 0:
+        raise ValueError(f"values lie deeper than {MAX_NESTING} levels")
+    match value:
+        case dict():
+            for key, inner in value.items():
+                if not isinstance(key, str | int):
+                    raise ValueError(f"a key is of type {type(key).__name__}")
+                check_plain(inner, nesting - 1)
+        case list():
+            for inner in value:
+                check_plain(inner, nesting - 1)
+        case str() | bytes() | bool() | int() | float() | None:
+            pass
+        case _:
+            raise ValueError(f"a value is of type {type(value).__name__}")
+
+
+def _reason(error: Exception) -> str:
+    """Why a value cannot be read; msgpack's own errors often say nothing."""
+    return str(error) or f"no msgpack value ({type(error).__name__})"

@@ -22,6 +22,7 @@ from prefixcached.daemon.config import Config
 from prefixcached.daemon.trace.flows import Flows
 from prefixcached.daemon.trace.plain import PlainForm
 from prefixcached.daemon.trace.trace_file import FORMAT, Header, Record, TraceWriter, encoded
+from prefixcached.daemon.trace.turn_clock import TurnClock
 from prefixcached.protocol.actor_messages import ActorMessage, Call, Envelope
 from prefixcached.protocol.messages import AnyRequest, Reply
 
@@ -46,7 +47,8 @@ FROM_CLIENT: Final = "client->session"
 """What a session answers itself: the greeting, and who watches the daemon."""
 TO_CLIENT: Final = "session->client"
 OWN: Final = "tracer"
-"""What the trace says itself: "statistics" and "gap"."""
+"""What the trace says itself: "statistics" and "gap"; and what RamTier does without saying it:
+"turn", when it begins to handle the next message, or nothing but what is due; "new-image"."""
 
 Statistics = Mapping[str, Callable[[], Any]]
 
@@ -82,12 +84,16 @@ class Tracer:
         path: The file; see `TraceWriter`.
         config: What is in force; the header holds it.
         keep_tokens: Write tokens, labels and keys in the clear.
+        clock: What trio is run with; turns are recorded only where it is.
 
     Raises:
         StartError: The file cannot be written.
     """
 
-    def __init__(self, path: Path, config: Config, *, keep_tokens: bool) -> None:
+    def __init__(
+        self, path: Path, config: Config, *, keep_tokens: bool, clock: TurnClock | None = None
+    ) -> None:
+        self.clock = TurnClock() if clock is None else clock
         self._path = path
         self._started = time.monotonic()
         self._writer = TraceWriter(
@@ -116,7 +122,10 @@ class Tracer:
     def mailbox(self, messages: float) -> Mailbox:
         """Return a new mailbox for RamTier: what it tells itself, and what it handles, is seen."""
         outbox, inbox = open_mailbox(messages)
-        return Mailbox(TracedOutbox(outbox, self, WORKERS), TracedInbox(inbox, self._flows))
+        return self._traced_mailbox(outbox, inbox)
+
+    def _traced_mailbox(self, outbox: Outbox, inbox: Receiver) -> Mailbox:
+        return Mailbox(TracedOutbox(outbox, self, WORKERS), TracedInbox(inbox, self, self._flows))
 
     def traced(self, outbox: Outbox, channel: str) -> Outbox:
         """Return an outbox that sends to ``outbox`` and records it under ``channel``."""
@@ -129,6 +138,7 @@ class Tracer:
         def made() -> str:
             image = make()
             self._flows.new_image(image)
+            self._record(OWN, "", {"type": "new-image", "id": image})
             return image
 
         return made
@@ -154,6 +164,16 @@ class Tracer:
         flow = self._flows.of_request(session, request)
         self._record(FROM_CLIENT, flow, request)
         self._record(TO_CLIENT, flow, reply, request)
+
+    def next_turn(self, *, is_wake: bool) -> None:
+        """Record what time RamTier is given now, for a message, or of a deadline (``is_wake``)."""
+        self.clock.listen(self._wake if is_wake else self._turn)
+
+    def _turn(self, now: float) -> None:
+        self._record(OWN, "", {"type": "turn", "now": now})
+
+    def _wake(self, now: float) -> None:
+        self._record(OWN, "", {"type": "turn", "now": now, "wake": True})
 
     # -- the file -------------------------------------------------------------------------------
 
@@ -208,8 +228,10 @@ class Tracer:
         waiting, self._waiting = self._waiting, []
         self._waiting_bytes = 0
         if self._left_out_unsaid:
+            # Before what else waits: from here on the record is not complete.
             gap = {"type": "gap", "records": self._left_out_unsaid}
-            waiting.append(_Waiting(self._seconds(), OWN, "", gap))
+            seconds = waiting[0].seconds if waiting else self._seconds()
+            waiting.insert(0, _Waiting(seconds, OWN, "", gap))
             self._left_out_unsaid = 0
         return waiting
 
@@ -302,14 +324,20 @@ class TracedSlot:
 class TracedInbox:
     """RamTier's inbox; it notes the flow of what RamTier handles until it asks for more."""
 
-    def __init__(self, untraced: Receiver, flows: Flows) -> None:
+    def __init__(self, untraced: Receiver, tracer: Tracer, flows: Flows) -> None:
         self._untraced = untraced
+        self._tracer = tracer
         self._flows = flows
 
     async def receive(self) -> Envelope:
         """See `Receiver`."""
         self._flows.current = ""
-        envelope = await self._untraced.receive()
+        try:
+            envelope = await self._untraced.receive()
+        except trio.Cancelled:
+            self._tracer.next_turn(is_wake=True)
+            raise
+        self._tracer.next_turn(is_wake=False)
         handle = envelope.handle
         self._flows.current = (
             handle.flow

@@ -352,6 +352,58 @@ def test_the_command_refuses_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ModelProvider._load" in shown.output
 
 
+def start_of(directory: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Start a server that cannot load its model: it ends by itself."""
+    return subprocess.run(
+        [sys.executable, "-m", "prefixcached.daemon.cli", "mlx-lm-server", "--port", "0",
+         *arguments],
+        capture_output=True, text=True, check=False, timeout=120,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "HOME": str(directory)},
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [("/nonexistent", "there is no such folder"), ("", "config.json"), ("no/such-model", "snap")],
+)
+def test_a_model_that_cannot_be_loaded_ends_the_server(
+    tmp_path: Path, daemon: DaemonProcess, model: str, why: str
+) -> None:
+    """One line says what cannot be loaded and why, with exit code 1; nothing goes on listening."""
+    model = model or str(tmp_path)
+    ended = start_of(tmp_path, "--socket", str(daemon.socket), "--model", model)
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    # mlx_lm's other thread writes beside it.
+    (said,) = [line for line in ended.stderr.splitlines() if line.startswith("Error")]
+    assert said.startswith(f"Error: the model cannot be loaded (--model {model}): ")
+    assert why in said
+
+
+@pytest.mark.slow
+def test_the_start_says_whether_the_cache_is_used(tmp_path: Path, daemon: DaemonProcess) -> None:
+    """C4: one line, first of all; without a daemon why not, and what to do."""
+    model = ("--model", str(tmp_path))
+    first = start_of(tmp_path, "--socket", str(daemon.socket), *model).stderr.splitlines()[0]
+    assert first == f"prefixcached: the cache is used: process {daemon.pid} serves {daemon.socket}"
+    first = start_of(tmp_path, "--socket", str(tmp_path / "s"), *model).stderr.splitlines()[0]
+    assert first.startswith(
+        "prefixcached: the cache is not used until a daemon is there: no daemon"
+    )
+    assert "prefixcached serve" in first
+
+
+def test_a_bad_variable_is_wrong_usage() -> None:
+    """Whether to start a daemon is neither yes nor no: one line, exit code 2."""
+    shown = CliRunner().invoke(
+        main, ["mlx-lm-server", "--model", "x"], env={"PREFIXCACHED_START": "maybe"}
+    )
+    assert shown.exit_code == 2
+    assert "PREFIXCACHED_START = 'maybe' is not allowed" in shown.output
+    assert shown.output.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [

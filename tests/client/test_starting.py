@@ -164,6 +164,42 @@ def test_a_start_that_fails_costs_a_miss_and_is_not_repeated(
     assert paths.log_file().stat().st_size > size
 
 
+def test_only_what_the_started_process_said_is_quoted(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another daemon that writes to the same log meanwhile is not taken for it."""
+    log = paths.log_file()
+    command = ["/bin/sh", "-c", f"echo another daemon >>'{log}'; $SAY"]
+    monkeypatch.setattr(starting, "daemon_command", lambda: command)
+    for say, quoted in (("", "it said nothing"), ("no-such-command-7", "no-such-command-7")):
+        monkeypatch.setenv("SAY", say)
+        failure = Starter(home / "s").start(time.monotonic() + START_SECONDS)
+        assert failure.startswith("it was started and ended: ")
+        assert quoted in failure
+        assert "another daemon" not in failure
+        assert quoted in log.read_text() or not say, "the log has it as well"
+
+
+def test_a_daemon_that_refuses_is_quoted(home: Path) -> None:
+    """Also what it says when its standard error is the log already."""
+    (home / "s").write_text("mine")
+    failure = Starter(home / "s").start(time.monotonic() + START_SECONDS)
+    assert failure.startswith(f"it was started and ended: {home / 's'} exists and is no socket")
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770])
+def test_nothing_is_left_in_a_directory_that_others_may_enter(home: Path, mode: int) -> None:
+    """C1: no daemon would serve there, so none is started and no file is made."""
+    place = home / "shared"
+    place.mkdir()
+    place.chmod(mode)
+    failure = Starter(place / "s").start(time.monotonic() + START_SECONDS)
+    assert f"{place} has mode {mode:04o} and must be 0700" in failure
+    assert f"chmod 700 '{place}'" in failure
+    assert not list(place.iterdir())
+    assert not paths.log_file().exists(), "none was started"
+
+
 @pytest.mark.parametrize("kind", ["pipe", "link"])
 def test_a_log_that_is_no_file_fails_the_start_at_once(home: Path, kind: str) -> None:
     """C4: nothing waits for a pipe's reader, and nothing is written through a link."""

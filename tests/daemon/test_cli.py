@@ -66,6 +66,19 @@ def test_a_daemon_that_cannot_start_ends_with_1(directory: Path) -> None:
     assert "allows 103" in shown.output
 
 
+def test_a_start_that_fails_is_told_to_the_starter_too(directory: Path) -> None:
+    """With --log-file standard error is the log: FAILED and why stand on standard output."""
+    (directory / "s").write_text("mine")
+    done = subprocess.run(
+        [sys.executable, "-m", "prefixcached.daemon.cli", "serve", "--socket", str(directory / "s"),
+         "--log-file", str(directory / "log")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.startswith(f"FAILED {directory / 's'} exists and is no socket")
+    assert "exists and is no socket" in (directory / "log").read_text()
+
+
 def test_status_and_clear_speak_to_a_real_daemon(daemon: DaemonProcess) -> None:
     """`status --json` is one object with a section for each part; `clear` says what it did."""
     report = json.loads(invoke("status", "--json", socket=daemon.socket).output)

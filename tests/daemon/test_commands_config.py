@@ -84,6 +84,8 @@ def test_the_file_is_named_by_variable_or_found_where_the_platform_keeps_it(
         ("claim_min_tokens = 1.5", ("claim_min_tokens", "1.5", "whole")),
         ('promote = ["always"]', ("promote", "always", "second-hit")),
         ('state_dir = "relative"', ("state_dir", "relative", "absolute")),
+        ('state_dir = "~nobody-at-all/x"', ("state_dir", "~nobody-at-all/x", "absolute")),
+        ("ram_bytes = " + "[" * 5000 + "]" * 5000, ("is no TOML",)),
         ("ram_byte = 1", ("ram_byte", "ram_bytes", "put_min_tokens")),
         ('socket = "/s"', ("socket", "PREFIXCACHED_SOCKET")),
         ("[ram]\nbytes = 1", ("ram",)),

@@ -43,7 +43,8 @@ def test_ls_shows_the_tree_with_what_is_shared(filled: DaemonProcess) -> None:
     """The shared head stands once, above both branches, in both tiers."""
     shown = invoke("ls", "--namespace", "n", socket=filled.socket)
     assert shown.exit_code == 0, shown.output
-    head, *branches = [line for line in shown.output.splitlines() if "tokens " in line]
+    assert shown.output.startswith("tokens A..B: positions A up to B, without B itself")
+    head, *branches = [line for line in shown.output.splitlines()[1:] if "tokens " in line]
     assert "tokens 0..600" in head
     assert "shared by 2" in head
     assert "ram+ssd" in head
@@ -70,9 +71,22 @@ def test_ls_says_when_its_limit_left_something_out(filled: DaemonProcess) -> Non
     """A listing is bounded, and never silently."""
     shown = invoke("ls", "--limit", "2", socket=filled.socket)
     assert "and more" in shown.output
-    assert shown.output.count("tokens ") + shown.output.count("checkpoint at") == 2
+    listed = shown.output.partition("\n")[2]
+    assert listed.count("tokens ") + listed.count("checkpoint at") == 2
     assert invoke("ls", "--limit", "0", socket=filled.socket).exit_code == 2
-    assert "nothing is cached in x" in invoke("ls", "--namespace", "x", socket=filled.socket).output
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_namespace_that_is_not_there_is_no_empty_one(
+    filled: DaemonProcess, options: tuple[str, ...]
+) -> None:
+    """Exit code 1; the names that are like it, else some that there are."""
+    shown = invoke("ls", "--namespace", "hyb", *options, socket=filled.socket)
+    assert shown.exit_code == 1
+    assert "there is no namespace hyb; like it: hybrid (" in shown.output
+    shown = invoke("ls", "--namespace", "x", *options, socket=filled.socket)
+    assert shown.exit_code == 1
+    assert re.search(r"no namespace x; used last: (n, hybrid|hybrid, n) \(", shown.output)
 
 
 def test_explain_says_what_would_hit(filled: DaemonProcess, tmp_path: Path) -> None:
@@ -83,7 +97,8 @@ def test_explain_says_what_would_hit(filled: DaemonProcess, tmp_path: Path) -> N
     assert shown.exit_code == 0, shown.output
     assert "would hit: 999 tokens from ram, 1 to compute" in shown.output
     assert "why not more" not in shown.output
-    assert "all of it is held" in shown.output
+    assert "all of it is held; the last token is computed, since the next" in shown.output
+    assert "rule" not in shown.output
     assert "resumable at" not in shown.output
 
 
@@ -155,7 +170,7 @@ def test_explain_changes_nothing(filled: DaemonProcess) -> None:
         ("1 2 three", "'three'"),
         ("[1, 2.5]", "2.5"),
         ("[1, 2", "JSON"),
-        ("1 -2", "N5"),
+        ("1 -2", "found -2; prompts with others are neither stored nor found"),
         ("[true]", "True"),
         ("", "standard input has no tokens"),
         ("[]", "standard input has no tokens"),

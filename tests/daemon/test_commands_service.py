@@ -6,14 +6,18 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from prefixcached.daemon import config
+from prefixcached.daemon.commands.differences import check_differences
 from prefixcached.daemon.commands.service import purge_paths
+from prefixcached.daemon.options import Options
 from prefixcached.daemon.service.plan import ServiceError, ServicePlan, console_script
-from tests.daemon.command_line import invoke
+from tests.daemon.command_line import invoke, numpy_cache
 from tests.support.daemon_process import DaemonProcess
 
 # Starts and ends what the socket unit would, with systemd's own tool for socket activation.
@@ -187,32 +191,82 @@ def test_doctor_names_what_is_broken_and_the_fix(directory: Path, daemon: Daemon
     assert found["socket/failed"]["fix"] == f"chmod 600 '{daemon.socket}'"
 
 
-def test_doctor_judges_the_caps(daemon: DaemonProcess) -> None:
+def test_doctor_judges_the_caps(directory: Path) -> None:
     """Too much memory, and no SSD tier, are warnings with their key."""
-    code, found = doctor(
-        "--socket", str(daemon.socket),
+    _, found = doctor(
+        "--socket", str(directory / "s"),
         PREFIXCACHED_RAM_BYTES="90%", PREFIXCACHED_SSD_BYTES="0",
     )  # fmt: skip
-    assert code == 0
     assert "ram_bytes" in found["memory/warning"]["fix"]
     assert "ssd_bytes" in found["disk/warning"]["fix"]
+
+
+def test_doctor_looks_at_what_the_daemon_uses(directory: Path) -> None:
+    """Its directory and caps, not those of the configuration; that they differ is said."""
+    other = str(directory / "other")
+    with DaemonProcess("--ram-bytes", "64MiB", "--ssd-bytes", "64MiB") as daemon:
+        place = ("--socket", str(daemon.socket))
+        sizes = {"PREFIXCACHED_RAM_BYTES": "64MiB", "PREFIXCACHED_SSD_BYTES": "64MiB"}
+        same = {**sizes, "PREFIXCACHED_STATE_DIR": str(daemon.state_dir)}
+        assert "configuration/warning" not in doctor(*place, **same)[1]
+        code, found = doctor(
+            *place, PREFIXCACHED_STATE_DIR=other, PREFIXCACHED_RAM_BYTES="90%",
+            PREFIXCACHED_SSD_BYTES="0",
+        )  # fmt: skip
+        shown = invoke("doctor", *place, environment={**sizes, "PREFIXCACHED_STATE_DIR": other})
+    assert code == 0
+    assert found.keys() == {"configuration/warning"}
+    detail = found["configuration/warning"]["detail"]
+    assert f"state_dir is {daemon.state_dir}, not {other}" in detail
+    assert "ram_bytes is 64 MiB, not " in detail
+    assert "ssd_bytes is 64 MiB, not 0 B" in detail
+    assert "config.toml" in found["configuration/warning"]["fix"]
+    assert f"state directory: {daemon.state_dir} is yours alone" in shown.output
+
+
+def test_doctor_names_a_daemon_with_few_descriptors(daemon: DaemonProcess) -> None:
+    """E1: one that a process started which had imported mlx-lm may hold fewer images for good."""
+    with numpy_cache(daemon.socket) as cache:
+        report = cache.stats()
+    configured = config.load(
+        Options(ram_bytes=report["ram_tier"]["ram_bytes_cap"]), socket=daemon.socket
+    )
+    configured = replace(configured, ssd_bytes=0, max_images=9680)
+    report["ram_tier"]["images_cap"] = 9680
+    assert not list(check_differences(configured, report))
+    report["ram_tier"]["images_cap"] = 1728
+    (finding,) = check_differences(configured, report)
+    assert (finding.level, finding.what) == ("warning", "descriptors")
+    assert "may hold 1,728 images, and one started from here 9,680" in finding.detail
+
+
+def test_logs_without_a_service_says_where_a_daemon_logs(
+    home: dict[str, str | None], directory: Path
+) -> None:
+    """Exit code 1; of a daemon that answers it is known, of another the places are named."""
+    shown = invoke("service", "logs", environment=home)
+    assert shown.exit_code == 1
+    assert "no service is installed" in shown.output
+    assert f"a client started logs to {directory / 'state'}" in shown.output
+    with DaemonProcess() as daemon:
+        home["PREFIXCACHED_SOCKET"] = str(daemon.socket)
+        shown = invoke("service", "logs", environment=home)
+        assert shown.exit_code == 1
+        assert (
+            f"Process {daemon.pid}, which serves {daemon.socket}, logs to its standard"
+            in shown.output
+        )
+    with DaemonProcess("--log-file", str(directory / "its.log")) as daemon:
+        home["PREFIXCACHED_SOCKET"] = str(daemon.socket)
+        assert (
+            f"logs to {directory / 'its.log'}" in invoke("service", "logs", environment=home).output
+        )
 
 
 def all_commands() -> list[list[str]]:
     verbs = ("install", "uninstall", "start", "stop", "restart", "status", "logs")
     names = ("flush", "verify", "ls", "explain", "config", "doctor", "serve", "service")
     return [*([name] for name in names), *(["service", verb] for verb in verbs)]
-
-
-@pytest.mark.parametrize("command", all_commands(), ids=" ".join)
-def test_help_fits_a_screen_and_has_an_example(command: list[str]) -> None:
-    """One screen of 40 lines at 80 columns, 48 where every option is a flag."""
-    shown = invoke(*command, "--help", environment={"COLUMNS": "80"})
-    assert shown.exit_code == 0
-    most = 48 if command in (["serve"], ["config"]) else 40
-    assert len(shown.output.splitlines()) <= most
-    if command != ["service"]:
-        assert "Example" in shown.output
 
 
 @pytest.mark.parametrize("command", all_commands(), ids=" ".join)

@@ -65,6 +65,21 @@ def test_verify_beside_a_daemon_disturbs_nothing(stored: DaemonProcess) -> None:
     assert everything(stored.state_dir) == before
 
 
+def test_verify_looks_where_the_daemon_does(stored: DaemonProcess, directory: Path) -> None:
+    """It asks the daemon for its directory, falls back to the configured one, and names it."""
+    environment: dict[str, str | None] = {"PREFIXCACHED_STATE_DIR": str(directory / "none")}
+    shown = invoke("verify", socket=stored.socket, environment=environment)
+    assert shown.exit_code == 0, shown.output
+    assert f"looked at {stored.state_dir}, which the daemon at {stored.socket} uses" in shown.output
+    assert "5 files good" in shown.output
+    stored.kill()
+    shown = invoke("verify", socket=stored.socket, environment=environment)
+    assert shown.exit_code == 0, shown.output
+    assert f"in {directory / 'none'}, which is configured (no daemon at" in shown.output
+    report = invoke("verify", "--state-dir", str(stored.state_dir), environment=environment).output
+    assert f"looked at {stored.state_dir}, as --state-dir says" in report
+
+
 def test_verify_names_damage_and_repair_moves_it_aside(stored: DaemonProcess) -> None:
     """D3: a file with one wrong bit is named with the reason, and quarantined on demand."""
     stored.kill()
@@ -76,8 +91,9 @@ def test_verify_names_damage_and_repair_moves_it_aside(stored: DaemonProcess) ->
     assert "checksum" in shown.output
     assert damaged.exists()
     repaired = invoke("verify", "--repair", "--state-dir", str(stored.state_dir))
-    assert repaired.exit_code == 1
-    assert "moved 1" in repaired.output
+    assert repaired.exit_code == 0, "nothing that is damaged stayed"
+    assert f"moved 1 damaged file into {stored.state_dir / 'quarantine'}" in repaired.output
+    assert "the daemon lists" not in repaired.output
     assert not damaged.exists()
     assert [p for p in (stored.state_dir / "quarantine").iterdir() if damaged.name in p.name]
     assert invoke("verify", "--state-dir", str(stored.state_dir)).exit_code == 0
@@ -88,7 +104,9 @@ def test_repair_beside_a_daemon_costs_a_miss_and_nothing_else(stored: DaemonProc
     stored.kill()
     flip_last_byte(images(stored.state_dir)[0])
     stored.start()
-    assert invoke("verify", "--repair", "--state-dir", str(stored.state_dir)).exit_code == 1
+    repaired = invoke("verify", "--repair", socket=stored.socket)
+    assert repaired.exit_code == 0
+    assert "the daemon lists them as on SSD until" in repaired.output
     with numpy_cache(stored.socket) as cache:
         cache.take(list(range(401)), namespace="n")
         cache.take(list(range(1000, 1401)), namespace="hybrid")
@@ -148,13 +166,15 @@ def test_flush_without_a_daemon_ends_with_3(directory: Path) -> None:
 
 
 def test_clear_says_what_left(stored: DaemonProcess) -> None:
-    """With counts; a namespace that nobody knows is named, since it may be misspelt."""
-    shown = invoke("clear", "--namespace", "nope", socket=stored.socket)
-    assert shown.exit_code == 0
-    assert shown.output == "nothing is cached in nope; `prefixcached ls` names the namespaces\n"
+    """With counts; a namespace that is not there may be misspelt: exit code 1 and names like it."""
+    shown = invoke("clear", "--namespace", "hybird", socket=stored.socket)
+    assert shown.exit_code == 1
+    assert "there is no namespace hybird; like it: hybrid (" in shown.output
     shown = invoke("clear", "--namespace", "n", socket=stored.socket)
     assert shown.output.startswith("cleared 1 piece in n, ")
     assert invoke("clear", socket=stored.socket).output.startswith("cleared 2 pieces, ")
+    shown = invoke("clear", "--namespace", "n", socket=stored.socket)
+    assert (shown.exit_code, "nothing is cached at all" in shown.output) == (1, True)
 
 
 def test_flush_that_cannot_write_ends_with_1(stored: DaemonProcess) -> None:

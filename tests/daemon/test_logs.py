@@ -30,7 +30,7 @@ from prefixcached.daemon import logs
 import structlog
 logs.configure(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
 log = structlog.get_logger()
-log.info("ready", socket="/s", bytes=7)
+log.info("ready", socket="/s", bytes=7, ram_bytes=3 << 30)
 try:
     prompt = "secret"
     raise ValueError("no")
@@ -46,6 +46,7 @@ def test_off_a_terminal_each_event_is_one_json_object() -> None:
     )
     first, second = map(json.loads, done.stderr.splitlines())
     assert first.items() >= {"event": "ready", "level": "info", "socket": "/s", "bytes": 7}.items()
+    assert first["ram_bytes"] == 3 << 30
     assert first["timestamp"]
     assert (second["event"], second["level"], second["session"]) == (
         "a session failed", "error", 3,
@@ -55,7 +56,7 @@ def test_off_a_terminal_each_event_is_one_json_object() -> None:
 
 
 def test_on_a_terminal_it_is_for_people() -> None:
-    """No JSON where a person looks."""
+    """No JSON where a person looks, and sizes as people write them."""
     master, slave = pty.openpty()
     try:
         subprocess.run([sys.executable, "-c", LOGGING], stderr=slave, check=True)
@@ -65,6 +66,8 @@ def test_on_a_terminal_it_is_for_people() -> None:
         os.close(slave)
     assert "ready" in said
     assert "{" not in said.splitlines()[0]
+    assert "3 GiB" in said
+    assert str(3 << 30) not in said
 
 
 def test_a_log_file_is_rotated_by_size(tmp_path: Path) -> None:
@@ -162,7 +165,7 @@ def test_an_event_that_floods_is_counted_instead() -> None:
         "event": "ended a session", "suppressed": 500 - LINES_A_WINDOW,
     }  # fmt: skip
     assert limiter.statistics() == {
-        "lines": LINES_A_WINDOW + 2, "suppressed": 500 - LINES_A_WINDOW,
+        "lines": LINES_A_WINDOW + 2, "suppressed": 500 - LINES_A_WINDOW, "file": None,
     }  # fmt: skip
     for number in range(2 * MAX_EVENTS):
         passes(f"event {number}")

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from prefixcached.daemon.trace.plain import PlainForm
-from prefixcached.daemon.trace.replay_steps import Answered, Gone, Send, Settle, steps_of
+from prefixcached.daemon.trace.replay_steps import Answered, Effect, Gone, Send, Settle, steps_of
 from prefixcached.daemon.trace.summary import summarise
 from prefixcached.daemon.trace.trace_file import Record, TraceError
 from prefixcached.daemon.trace.tracer import OWN, REPLIES, REQUESTS, WORKERS
@@ -50,19 +50,19 @@ def test_the_order_is_that_of_the_record() -> None:
     assert [(a.session, a.took_seconds) for a in answers] == [(2, 0.25), (1, 2.0)]
 
 
-def test_a_commit_is_sent_where_it_took_effect() -> None:
+def test_a_commit_is_followed_by_its_effect() -> None:
     """P4: its images are sealed in a thread, and what others did meanwhile found nothing of it."""
     commit = wire.Commit(7)
     sealed = Record(2.0, WORKERS, "1.1", FORM.of(inner.Sealed(7)))
     stored = wire.Stored(new_bytes=1, length=1)
-    steps = steps_of([call(1, commit), call(2, TAKE), sealed, reply(1, stored, 3.0)])
-    assert [step.session for step in steps if isinstance(step, Send)] == [2, 1]
-    steps = steps_of([call(1, commit), call(2, TAKE), reply(1, wire.Declined(reason="invalid"))])
-    assert [(type(step), step.session) for step in steps if not isinstance(step, Settle)] == [
-        (Send, 2), (Send, 1), (Answered, 1),
-    ]  # fmt: skip
-    steps = steps_of([call(1, commit), call(2, TAKE), told(REQUESTS, inner.ClientGone(1)), sealed])
-    assert [type(step) for step in steps] == [Send, Send, Gone]
+    gone = told(REQUESTS, inner.ClientGone(1))
+
+    def kinds(*records: Record) -> list[type]:
+        return [type(step) for step in steps_of([call(1, commit), call(2, TAKE), *records])]
+
+    assert kinds(sealed, reply(1, stored, 3.0)) == [Send, Send, Effect, Answered]
+    assert kinds(reply(1, wire.Declined(reason="invalid"))) == [Send, Send, Effect, Answered]
+    assert kinds(gone, sealed) == [Send, Send, Effect, Gone]
 
 
 def test_what_tells_nothing_of_the_cache_is_left_out() -> None:

@@ -6,8 +6,9 @@ import trio
 
 from prefixcached.client import connect
 from prefixcached.daemon.trace.replay_player import Comparison
-from prefixcached.daemon.trace.replay_steps import Answered, Gone, Send, Settle, Step
+from prefixcached.daemon.trace.replay_steps import Answered, Effect, Gone, Send, Settle, Step
 from prefixcached.daemon.trace.replayer import Replayer
+from prefixcached.daemon.trace.trace_file import Facts
 from prefixcached.protocol import messages as wire
 from prefixcached.protocol.image import ImageKind, ImageSpec, StateTensor
 from prefixcached.protocol.messages import AnyRequest
@@ -30,7 +31,7 @@ def send(session: int, request: AnyRequest) -> Step:
 
 
 def reply(session: int, tag: str, **fields: Any) -> Step:
-    return Answered(session, {"type": tag, **fields}, 0.0)
+    return Answered(session, Facts(type=tag, **fields), 0.0)
 
 
 def done(daemon: DaemonProcess, *steps: Step) -> tuple[Comparison, dict[str, Any]]:
@@ -46,7 +47,7 @@ def test_what_the_record_did_not_grant_is_filled_and_committed(daemon: DaemonPro
     comparison, state = done(
         daemon,
         send(1, OFFER), reply(1, "declined", reason="no-space"),
-        send(2, OBJECT), reply(2, "stored", new_bytes=0, length=0),
+        send(2, OBJECT), reply(2, "stored", length=0),
         send(1, TAKE), reply(1, "miss", reason="empty"),
         send(2, wire.TakeObject("n", "k")), reply(2, "miss", reason="empty"),
     )  # fmt: skip
@@ -62,7 +63,7 @@ def test_what_this_daemon_does_not_grant_is_left_out(daemon: DaemonProcess) -> N
         send(1, OFFER), reply(1, "grant", put=7),
         send(1, wire.Abandon(7)),
         send(1, TAKE), reply(1, "hit", lease=9, length=300, claim=None),
-        send(1, wire.Release(9)), send(1, wire.Commit(99)), reply(1, "stored"),
+        send(1, wire.Release(9)), send(1, wire.Commit(99)), Effect(1), reply(1, "stored"),
         send(1, wire.Prefetch("n", PROMPT)), reply(1, "pinned", pin=10, length=300),
         send(1, wire.Unpin(10)), Gone(1),
     )  # fmt: skip
@@ -76,7 +77,7 @@ def test_numbers_are_those_of_this_daemon(daemon: DaemonProcess) -> None:
     comparison, state = done(
         daemon,
         send(1, OFFER), reply(1, "grant", put=70), send(1, wire.Commit(70, "boot-of-the-record")),
-        reply(1, "stored", new_bytes=1, length=400),
+        Effect(1), reply(1, "stored", length=400),
         send(1, TAKE), reply(1, "hit", lease=71, length=399),
         send(2, wire.Prefetch("n", PROMPT)), reply(2, "pinned", pin=72, length=399),
         send(1, wire.Release(71)), send(2, wire.Unpin(72)),
@@ -92,7 +93,8 @@ def test_a_client_that_ended_holds_nothing(daemon: DaemonProcess) -> None:
     comparison, state = done(
         daemon,
         send(1, OFFER), reply(1, "grant", put=70), Gone(1),
-        send(2, OFFER), reply(2, "grant", put=71), send(2, wire.Commit(71)), reply(2, "stored"),
+        send(2, OFFER), reply(2, "grant", put=71),
+        send(2, wire.Commit(71)), Effect(2), reply(2, "stored"),
     )  # fmt: skip
     assert comparison.requests == 3
     assert (state["puts"]["abandoned"], state["puts"]["stored"]) == (1, 1)

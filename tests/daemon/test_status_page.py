@@ -8,7 +8,9 @@ from tests.daemon.command_line import BOTH_TIERS, invoke
 from tests.support.daemon_process import DaemonProcess
 
 REPORT: dict[str, Any] = {
-    "daemon": {"version": "1.2", "pid": 7, "uptime_seconds": 200.0, "socket": "/s"},
+    "daemon": {
+        "version": "1.2", "pid": 7, "uptime_seconds": 200.0, "socket": "/s", "state_dir": "/files",
+    },
     "listener": {"current": 3, "refused": {"other-user": 0}, "endings": {"internal": 0}},
     "event_loop": {"stalls": 0},
     "log": {"suppressed": 0},
@@ -57,9 +59,11 @@ def test_a_good_day_fits_a_screen_and_alarms_nobody() -> None:
     assert said["SSD"].text == bar(0.1) + " 10 GiB of 100 GiB"
     assert said["hit ratio"].text == "75.0% of tokens reused (750 of 1,000)"
     assert said["takes"].text == "10: 6 hit in RAM, 2 on SSD, 2 missed (diverged 2)"
+    assert lines(restores__longest_seconds=0.00061)["restores"].text.endswith("longest 610 µs")
+    assert said["files"].text == "/files"
     assert said["puts"].text.endswith("3 declined (busy 3)")
     assert said["writer"].text == "idle; 1 GiB in 24 hours"
-    assert said["restores"].text == "4, 4 GiB/s, longest 1.50 s"
+    assert said["restores"].text == "4, 4 GiB/s, longest 1.5 s"
     assert said["clients"].text == "2 connected; they hold 1 lease, 2 claims"
     assert said["pressure"].text == "normal"
     assert "look at" not in said

@@ -84,6 +84,29 @@ def test_everything_is_readable_at_80_by_24(start: Start, daemon: DaemonProcess)
         assert left_as_found(screen)
 
 
+@pytest.mark.parametrize("lines", [24, 16, 12])
+def test_in_60_columns_nothing_is_cut_in_the_middle(
+    start: Start, daemon: DaemonProcess, lines: int
+) -> None:
+    """What does not fit is left out whole; clients and keys stay, also in few lines."""
+    with numpy_cache(daemon.socket) as cache:
+        claim = cache.take(COLD, namespace="n")
+        assert not claim
+        screen = start(columns=60, lines=lines)
+        screen.wait_for_text("q quit")
+        screen.wait_for_text("computes 2,999")
+        for words in (
+            f"pid {daemon.pid}", "1 image", "of 256 MiB", "saved", " leases, ", "queued",
+            "p50/p99: take ", "1 claim,", f"{os.getpid()} prefixcached",
+        ):  # fmt: skip
+            assert words in screen.text, words
+        assert "1 images" not in screen.text
+        assert not [line for line in screen.lines if line.endswith("…") and "missed" not in line]
+        assert ("History, last 2 min" in screen.text) == (lines >= 16)
+        screen.press(b"q")
+        assert screen.wait_for_end() == 0
+
+
 def test_keys_sort_reverse_and_change_the_span(start: Start) -> None:
     """With s it goes through the orders, with h through the spans; arrows do nothing."""
     screen = start()

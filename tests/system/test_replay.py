@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from prefixcached.client import connect
-from prefixcached.daemon.trace.trace_file import Record, reading
+from prefixcached.daemon.trace.trace_file import Record, TraceWriter, encoded, reading
+from prefixcached.daemon.trace.tracer import OWN, REPLIES, REQUESTS
 from tests.daemon.command_line import invoke, numpy_cache, put
 from tests.support.daemon_process import DaemonProcess
 from tests.support.recorded_traffic import make_traffic
@@ -18,6 +19,8 @@ from tests.support.until import ram_tier, until
 
 BOTH = ("--ram-bytes", "1MiB", "--ssd-bytes", "64MiB")
 """RAM for a tenth of the traffic, so that it is evicted and comes back from SSD."""
+
+ONE_WAY = ("release", "unpin", "abandon", "drop-claim", "client-gone")
 
 
 def record(path: Path, *options: str) -> Path:
@@ -69,6 +72,100 @@ def test_a_replay_against_the_same_configuration_gives_the_same_hits(in_ram: Pat
     assert report["recorded"]["hits"]["ram"] > 30
 
 
+@pytest.mark.slow
+def test_a_replay_under_pressure_on_both_tiers_decides_the_same(tmp_path: Path) -> None:
+    """Also what depends on when a write, a read or a copy ended: take by take, to the byte."""
+    path = record(tmp_path / "t", "--ram-bytes", "256KiB", "--ssd-bytes", "600KiB")
+    report = replayed(path)
+    assert report["followed"]["reason"] == ""
+    assert report["comparison"]["equal_takes"] == report["recorded"]["takes"] == 72
+    same(
+        report, "tokens_reused", "hits", "misses", "object_hits", "stored", "declined",
+        "evictions", "dropped_unwritten", "ssd_evictions", "written_bytes",
+    )  # fmt: skip
+    assert report["recorded"]["hits"]["ssd"] > 3
+    assert report["recorded"]["evictions"] > 20
+    assert report["recorded"]["ssd_evictions"] > 20
+
+
+@pytest.mark.slow
+def test_idle_hours_pass_at_once_and_end_no_connection(tmp_path: Path) -> None:
+    """The record's clock leaps; what a client does meanwhile has deadlines of seconds."""
+    path = record(tmp_path / "t", "--ram-bytes", "64MiB", "--ssd-bytes", "0")
+    longer: list[Record] = []
+    asking: set[int] = set()
+    now = night = 0.0
+    for one in records(path):
+        # While nobody waits for a reply: a wait would be over in the morning.
+        if one.channel == REQUESTS and not asking and night < 50_000.0:
+            longer += [
+                Record(one.seconds, OWN, "", {"type": "turn", "now": t, "wake": True})
+                for t in (now + night + 100.0 * n for n in range(100))
+            ]
+            night += 10_000.0
+        if one.channel == REQUESTS and one.type not in ONE_WAY:
+            asking.add(one.session)
+        elif one.channel in (REPLIES, REQUESTS):
+            asking.discard(one.session)
+        message = one.message
+        if one.type == "turn":
+            now = message["now"]
+            message = message | {"now": now + night}
+        longer.append(Record(one.seconds, one.channel, one.flow, message))
+    with reading(path) as (header, _):
+        pass
+    writer = TraceWriter(path, header)
+    writer.append([encoded(one) for one in longer])
+    writer.close()
+    report = replayed(path)
+    assert (report["followed"]["reason"], night) == ("", 50_000.0)
+    assert report["followed"]["turns"] > 800
+    assert report["comparison"]["equal_takes"] == 72
+    assert (report["comparison"]["late"], report["comparison"]["ended_sessions"]) == (0, 0)
+
+
+def test_a_wait_in_vain_ends_by_the_records_clock(tmp_path: Path) -> None:
+    """Q2: what was computed too late is not waited for longer, or shorter, than in the record."""
+    path, prompt = tmp_path / "t", list(range(400))
+    with (
+        DaemonProcess("--trace", str(path)) as daemon,
+        numpy_cache(daemon.socket) as one,
+        numpy_cache(daemon.socket) as other,
+    ):
+        until(lambda: not ram_tier(one)["loading"])
+        assert not one.take(prompt, namespace="n")
+        assert not other.take(prompt, namespace="n", wait=1.0)
+        put(one, prompt)
+        assert other.take(prompt, namespace="n", wait=1.0)
+        one.close()
+        other.close()
+        assert daemon.terminate() == 0
+    report = replayed(path)
+    assert report["followed"]["reason"] == ""
+    same(report, "takes", "hits", "misses", "tokens_reused")
+    assert report["comparison"]["equal_takes"] == 3
+
+
+def test_a_trace_without_turns_is_replayed_at_its_own_pace(tmp_path: Path) -> None:
+    """As an older version wrote it; what is missing is said."""
+    path = tmp_path / "t"
+    with DaemonProcess("--trace", str(path)) as daemon, numpy_cache(daemon.socket) as cache:
+        until(lambda: not ram_tier(cache)["loading"])
+        put(cache, range(300))
+        assert cache.take([*range(300), 1], namespace="n")
+        cache.close()
+        assert daemon.terminate() == 0
+    old = [one for one in records(path) if one.type not in ("turn", "new-image")]
+    with reading(path) as (header, _):
+        pass
+    writer = TraceWriter(path, header)
+    writer.append([encoded(one) for one in old])
+    writer.close()
+    report = replayed(path)
+    assert "has no turns" in report["followed"]["reason"]
+    same(report, "takes", "hits", "tokens_reused", "stored")
+
+
 def test_a_replay_with_both_tiers_gives_the_same_hits(tmp_path: Path) -> None:
     """Also where entries leave RAM and come back from SSD."""
     path, prompts = tmp_path / "t", [[seed, *range(600)] for seed in range(8)]
@@ -110,6 +207,9 @@ def test_smaller_ram_finds_less(in_ram: Path) -> None:
     assert after["hit_ratio"] < before["hit_ratio"]
     assert after["evictions"] > before["evictions"] == 0
     assert report["comparison"]["shorter_takes"] > 0
+    followed = report["followed"]
+    assert "the record goes on with" in followed["reason"] or "this daemon" in followed["reason"]
+    assert followed["turns"] > 5, "up to the first difference it decided the same"
 
 
 @pytest.mark.slow
@@ -151,15 +251,19 @@ def test_a_take_that_waited_waits_again(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_replay_for_people_says_what_it_cannot_know(in_ram: Path) -> None:
-    """Files from before the record are not in it, and time is left out."""
+    """Files from before the record are not in it; where it is not followed, time is left out."""
     result = invoke("replay", str(in_ram))
     assert result.exit_code == 0, result.output
     for words in (
         "hit ratio by tokens",
         "Of 72 takes 72 found as much",
-        "--speed 1",
+        "Every decision is the record's (",
         "on SSD when",
     ):
+        assert words in result.output
+    assert "--speed 1" not in result.output
+    result = invoke("replay", str(in_ram), "--ram-bytes", "192KiB")
+    for words in ("Every decision is the record's up to ", "replay paces itself", "--speed 1"):
         assert words in result.output
 
 
@@ -192,6 +296,18 @@ def test_one_request_is_followed_through_the_actors(tmp_path: Path) -> None:
     assert len(lines) >= 2
     assert all(" ram_tier->ssd_tier " in line for line in lines)
     assert path.stat().st_mode & 0o777 == 0o600
+    for asked in (("--flow", "99.1"), ("--type", "levitate"), ("--session", "99")):
+        result = invoke("trace", str(path), *asked)
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert "nothing in" in result.output
+    assert "turn" not in {_type(json.loads(line)) for line in _lines(path, "--json")}
+    assert all(" turn " in line for line in _lines(path, "--type", "turn"))
+
+
+def _lines(path: Path, *options: str) -> list[str]:
+    lines = invoke("trace", str(path), *options).stdout.splitlines()
+    assert lines
+    return lines
 
 
 def _type(one: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ from prefixcached.client.kv import (
     register,
     snapshot,
 )
+from prefixcached.protocol.paths import SOCKET_VARIABLE
 from prefixcached.protocol.schema import Kind
 from tests.client.kv.loopback import Store, prefill, same_bits
 from tests.client.test_fingerprint import model as small_model
@@ -175,11 +176,15 @@ def test_a_model_with_its_own_class(daemon: DaemonProcess) -> None:
     assert same_bits(shared.model(rest, cache=list(restored)), shared.model(rest, cache=list(kv)))
 
 
-def test_the_readmes_example(daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_readmes_example(
+    daemon: DaemonProcess, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """DESIGN 6: what the README says about other engines' classes works as it stands."""
     text = README.read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (example,) = (block for block in blocks if "AppendAdapter" in block)
-    with connect(daemon.socket, timeout=60, fail_open=False) as cache:
-        exec(compile(example, "README.md", "exec"), {"cache": cache, "__name__": "readme"})
+    monkeypatch.setenv(SOCKET_VARIABLE, str(daemon.socket))
+    names: dict[str, Any] = {"__name__": "readme"}
+    exec(compile(example, "README.md", "exec"), names)
+    names["cache"].close()
     assert capsys.readouterr().out == "11\n"
