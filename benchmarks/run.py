@@ -19,6 +19,7 @@ FULL: Final = (
     "ssd_hit",
     "put",
     "against_redis",
+    "against_lmcache",
     "agents",
     "turns",
     "memory",
