@@ -103,9 +103,9 @@ class Starter:
         return self._failure
 
     def _start_once(self, deadline: float) -> str:
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # The daemon refuses such a directory (rule C1); nothing is left in it.
-        if refusal := _refusal(self._path.parent):
+        self._path.parent.mkdir(mode=paths.PRIVATE_DIRECTORY, parents=True, exist_ok=True)
+        # The daemon would refuse it as well; nothing is left in it.
+        if refusal := paths.directory_refusal(self._path.parent):
             return refusal
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         lock = os.open(paths.start_lock(self._path), flags, 0o600)
@@ -220,20 +220,6 @@ def _lock(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _refusal(directory: Path) -> str:
-    """Return why no daemon would serve in ``directory``; empty where nothing is wrong with it."""
-    found = directory.stat()
-    mode = stat.S_IMODE(found.st_mode)
-    if found.st_uid != os.getuid():
-        return f"{directory} belongs to user {found.st_uid}; name a directory of your own"
-    if mode != 0o700:
-        return (
-            f"{directory} has mode {mode:04o} and must be 0700, since whoever enters it reaches "
-            f"the cache; run: chmod 700 '{directory}', or name a directory used for nothing else"
-        )
-    return ""
 
 
 def _last_line(said: bytes) -> str:

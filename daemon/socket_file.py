@@ -15,12 +15,12 @@ from typing import Final, Self
 
 from prefixcached.daemon.activation import inherited_socket
 from prefixcached.daemon.errors import StartError
+from prefixcached.protocol import paths
 from prefixcached.protocol.paths import MAX_SOCKET_PATH_BYTES, SOCKET_VARIABLE
 
 BACKLOG: Final = 128
 """Connections that wait for accept: macOS's own maximum, and a farm's worth of processes."""
 
-_PRIVATE_DIRECTORY: Final = 0o700
 _PRIVATE_FILE: Final = 0o600
 
 
@@ -32,21 +32,12 @@ def prepare_directory(directory: Path) -> None:
     """
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        directory.mkdir(mode=_PRIVATE_DIRECTORY, exist_ok=True)
-        found = directory.stat()
+        directory.mkdir(mode=paths.PRIVATE_DIRECTORY, exist_ok=True)
+        refusal = paths.directory_refusal(directory)
     except OSError as error:
         raise StartError(f"cannot create the directory {directory}: {error.strerror}") from error
-    mode = stat.S_IMODE(found.st_mode)
-    if found.st_uid != os.getuid():
-        raise StartError(
-            f"{directory} belongs to user {found.st_uid}, not to user {os.getuid()}, who runs this "
-            "daemon; name a directory of your own"
-        )
-    if mode != _PRIVATE_DIRECTORY:
-        raise StartError(
-            f"{directory} has mode {mode:04o} and must be 0700, since whoever enters it reaches "
-            f"the cache; run: chmod 700 '{directory}', or name a directory used for nothing else"
-        )
+    if refusal:
+        raise StartError(refusal)
 
 
 class InstanceLock:

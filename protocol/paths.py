@@ -5,6 +5,7 @@ or $TMPDIR, whose files the system deletes after days (PLATFORM 1.6).
 """
 
 import os
+import stat
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +27,9 @@ SERVICE_LABEL: Final = "org.prefixcached.daemon"
 
 MAX_SOCKET_PATH_BYTES: Final = 103
 """Longest path that fits `sun_path` on macOS (104 with its NUL); Linux has 107."""
+
+PRIVATE_DIRECTORY: Final = 0o700
+"""Mode of the socket's directory."""
 
 _APPLICATION: Final = "prefixcached"
 _SOCKET_NAME: Final = "prefixcached.sock"
@@ -49,6 +53,27 @@ def socket_path(environment: Mapping[str, str] | None = None) -> Path:
         if os.path.isabs(runtime) and os.path.isdir(runtime):
             return Path(runtime) / _APPLICATION / _SOCKET_NAME
     return platformdirs.user_state_path(_APPLICATION) / _SOCKET_NAME
+
+
+def directory_refusal(directory: Path) -> str:
+    """Return why no daemon may serve in ``directory`` (rule C1); empty where its user alone enters.
+
+    Raises:
+        OSError: It cannot be looked at.
+    """
+    found = directory.stat()
+    mode = stat.S_IMODE(found.st_mode)
+    if found.st_uid != os.getuid():
+        return (
+            f"{directory} belongs to user {found.st_uid}, not to user {os.getuid()}, who runs this "
+            "daemon; name a directory of your own"
+        )
+    if mode != PRIVATE_DIRECTORY:
+        return (
+            f"{directory} has mode {mode:04o} and must be 0700, since whoever enters it reaches "
+            f"the cache; run: chmod 700 '{directory}', or name a directory used for nothing else"
+        )
+    return ""
 
 
 def start_lock(socket: Path) -> Path:
