@@ -14,7 +14,7 @@ from typing import Final, Self
 
 from prefixcached.protocol.paths import SOCKET_VARIABLE
 
-START_SECONDS: Final = 30.0
+START_SECONDS: Final = 60.0
 """For READY: an import of half a second on a machine that runs other tests as well."""
 
 STOP_SECONDS: Final = 30.0
