@@ -103,6 +103,8 @@ class Starter:
         return self._failure
 
     def _start_once(self, deadline: float) -> str:
+        if refusal := paths.length_refusal(self._path):
+            return refusal
         self._path.parent.mkdir(mode=paths.PRIVATE_DIRECTORY, parents=True, exist_ok=True)
         # The daemon would refuse it as well; nothing is left in it.
         if refusal := paths.directory_refusal(self._path.parent):

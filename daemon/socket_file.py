@@ -16,7 +16,6 @@ from typing import Final, Self
 from prefixcached.daemon.activation import inherited_socket
 from prefixcached.daemon.errors import StartError
 from prefixcached.protocol import paths
-from prefixcached.protocol.paths import MAX_SOCKET_PATH_BYTES, SOCKET_VARIABLE
 
 BACKLOG: Final = 128
 """Connections that wait for accept: macOS's own maximum, and a farm's worth of processes."""
@@ -151,12 +150,8 @@ class SocketFile:
 
 def check_path(path: Path) -> None:
     """Raise StartError where ``path`` cannot be a socket's on every platform."""
-    length = len(os.fsencode(path))
-    if length > MAX_SOCKET_PATH_BYTES:
-        raise StartError(
-            f"the socket path {path} takes {length} bytes and the system allows "
-            f"{MAX_SOCKET_PATH_BYTES}; choose a shorter one with --socket or {SOCKET_VARIABLE}"
-        )
+    if refusal := paths.length_refusal(path):
+        raise StartError(refusal)
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -55,6 +55,17 @@ def socket_path(environment: Mapping[str, str] | None = None) -> Path:
     return platformdirs.user_state_path(_APPLICATION) / _SOCKET_NAME
 
 
+def length_refusal(socket: Path) -> str:
+    """Return why no daemon may serve at ``socket`` on every platform; empty where it may."""
+    length = len(os.fsencode(socket))
+    if length <= MAX_SOCKET_PATH_BYTES:
+        return ""
+    return (
+        f"the socket path {socket} takes {length} bytes and the system allows "
+        f"{MAX_SOCKET_PATH_BYTES}; choose a shorter one with --socket or {SOCKET_VARIABLE}"
+    )
+
+
 def directory_refusal(directory: Path) -> str:
     """Return why no daemon may serve in ``directory`` (rule C1); empty where its user alone enters.
 

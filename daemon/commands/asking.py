@@ -9,8 +9,7 @@ from typing import Any, Final
 
 import click
 
-from prefixcached.daemon.commands.common import COMMAND_SECONDS, reported_failures
-from prefixcached.daemon.commands.sparks import plain
+from prefixcached.daemon.commands.common import COMMAND_SECONDS, plain, reported_failures
 from prefixcached.protocol.messages import AnyRequest, List, Listing, Reply
 
 Ask = Callable[[AnyRequest], Reply]
@@ -47,12 +46,14 @@ def unknown_namespace(ask: Ask, name: str) -> click.ClickException:
     assert isinstance(listing, Listing)
     known = [one.namespace for one in listing.namespaces]
     if not known:
-        return click.ClickException(f"there is no namespace {name}: nothing is cached at all")
+        return click.ClickException(
+            f"there is no namespace {plain(name)}: nothing is cached at all"
+        )
     like = [one for one in known if one.startswith(name)] or difflib.get_close_matches(name, known)
     shown = ", ".join(plain(one) or "(empty name)" for one in (like or known)[:NAMED_NAMESPACES])
     which = "like it" if like else "used last"
     return click.ClickException(
-        f"there is no namespace {name}; {which}: {shown} (`prefixcached ls` has them all)"
+        f"there is no namespace {plain(name)}; {which}: {shown} (`prefixcached ls` has them all)"
     )
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from prefixcached.daemon.commands.asking import asking, unknown_namespace
-from prefixcached.daemon.commands.common import counted, socket_option, waiting_for
+from prefixcached.daemon.commands.common import counted, say, socket_option, waiting_for
 from prefixcached.daemon.sizes import bytes_text
 from prefixcached.protocol.messages import Clear, Cleared
 
@@ -27,7 +27,7 @@ def clear(socket: Path, namespace: str | None) -> None:
         click.echo("nothing is cached")
     else:
         ram = bytes_text(reply.ram_bytes)
-        click.echo(f"cleared {counted(reply.images, 'piece')}{where}, {ram} of them in RAM")
+        say(f"cleared {counted(reply.images, 'piece')}{where}, {ram} of them in RAM")
     if not reply.durable:
         click.echo(
             "the disk fails (`prefixcached status`); the files go once it works again", err=True

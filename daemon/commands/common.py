@@ -99,6 +99,16 @@ def waiting_for(what: str) -> Iterator[None]:
         yield
 
 
+def plain(text: str) -> str:
+    """Return ``text`` without what a terminal would obey: names are whatever clients chose."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def say(line: str, *, err: bool = False) -> None:
+    """Print one line in which nothing moves the cursor or begins another line."""
+    click.echo(plain(line), err=err)
+
+
 def counted(count: int, what: str) -> str:
     """A number of things, in the singular where it is one."""
     return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"

@@ -16,6 +16,7 @@ from prefixcached.daemon.commands.asking import reported_by
 from prefixcached.daemon.commands.common import (
     EXIT_FAILED,
     EXIT_NO_DAEMON,
+    say,
     see,
     socket_option,
 )
@@ -63,9 +64,9 @@ def doctor(socket: Path, config_file: Path | None, *, as_json: bool) -> None:
         click.echo(json.dumps({"findings": [finding._asdict() for finding in findings]}, indent=2))
     else:
         for level, what, detail, fix in findings:
-            click.echo(f"{level:8} {what}: {detail}")
+            say(f"{level:8} {what}: {detail}")
             if fix:
-                click.echo(f"{'':8} → {fix}")
+                say(f"{'':8} → {fix}")
     if any(finding.level == "failed" for finding in findings):
         raise click.exceptions.Exit(EXIT_FAILED)
     if report is None:

@@ -8,7 +8,7 @@ import click
 import msgspec
 
 from prefixcached.daemon.commands.asking import Ask, asking
-from prefixcached.daemon.commands.common import counted, see, socket_option
+from prefixcached.daemon.commands.common import counted, say, see, socket_option
 from prefixcached.daemon.commands.prompts import Tokenizer, load_tokenizer, read_prompt, shown
 from prefixcached.protocol.messages import Explain, Explanation, List, Listing
 from prefixcached.protocol.tokens import TokenArray, common_prefix_length, token_array
@@ -112,47 +112,45 @@ def _tier(explanation: Explanation) -> str | None:
 
 
 def _print(name: str, tokens: TokenArray, found: list[Found], tokenizer: Tokenizer | None) -> None:
-    click.echo(f"{name}: {counted(tokens.size, 'token')}")
+    say(f"{name}: {counted(tokens.size, 'token')}")
     if not found:
-        click.echo("  would miss: nothing is cached at all")
+        say("  would miss: nothing is cached at all")
         return
     best = found[0]
     said = best.explanation
-    click.echo(f"  namespace {best.namespace}")
+    say(f"  namespace {best.namespace}")
     if said.length:
-        click.echo(
+        say(
             f"  would hit: {counted(said.length, 'token')} from {_tier(said)}, "
             f"{tokens.size - said.length:,} to compute"
         )
         if 0 < said.ram_length < said.length:
-            click.echo(f"  RAM alone holds {said.ram_length:,} of them")
+            say(f"  RAM alone holds {said.ram_length:,} of them")
     else:
-        click.echo("  would miss")
+        say("  would miss")
     if said.reason:
-        click.echo(f"  why not more: {said.reason}: {REASONS.get(said.reason, see('Misses'))}")
+        say(f"  why not more: {said.reason}: {REASONS.get(said.reason, see('Misses'))}")
     if said.matched == tokens.size and said.length == tokens.size - 1:
-        click.echo(
-            "  all of it is held; the last token is computed, since the next one comes from it"
-        )
+        say("  all of it is held; the last token is computed, since the next one comes from it")
     elif said.matched > said.length:
         held = counted(said.matched, "token")
-        click.echo(f"  {held} of it held, resumable at {said.length:,} at most")
+        say(f"  {held} of it held, resumable at {said.length:,} at most")
     if said.matched < tokens.size and said.continuations:
         _print_divergence(tokens, said, tokenizer)
     for other in found[1:]:
         if other.explanation.matched:
-            click.echo(f"  also {counted(other.explanation.matched, 'token')} in {other.namespace}")
+            say(f"  also {counted(other.explanation.matched, 'token')} in {other.namespace}")
 
 
 def _print_divergence(tokens: TokenArray, said: Explanation, tokenizer: Tokenizer | None) -> None:
-    click.echo(f"  it leaves what is held at position {said.matched:,}")
+    say(f"  it leaves what is held at position {said.matched:,}")
     before = tokens[max(0, said.matched - SHOWN_TOKENS) : said.matched]
     after = tokens[said.matched : said.matched + SHOWN_TOKENS]
-    click.echo(f"    before  {shown(before.tolist(), tokenizer) if before.size else '(start)'}")
-    click.echo(f"    prompt  {shown(after.tolist(), tokenizer)}")
+    say(f"    before  {shown(before.tolist(), tokenizer) if before.size else '(start)'}")
+    say(f"    prompt  {shown(after.tolist(), tokenizer)}")
     for packed in said.continuations:
         held = token_array(packed)[:SHOWN_TOKENS]
-        click.echo(f"    held    {shown(held.tolist(), tokenizer)}")
+        say(f"    held    {shown(held.tolist(), tokenizer)}")
 
 
 def _print_comparison(
@@ -160,12 +158,10 @@ def _print_comparison(
 ) -> None:
     first, second = prompts
     common = common_prefix_length(first, second)
-    click.echo(f"{names[0]} and {names[1]} share their first {counted(common, 'token')}")
+    say(f"{names[0]} and {names[1]} share their first {counted(common, 'token')}")
     if common < max(first.size, second.size):
         for name, tokens in zip(names, prompts, strict=True):
-            click.echo(
-                f"  {name}: {shown(tokens[common : common + SHOWN_TOKENS].tolist(), tokenizer)}"
-            )
+            say(f"  {name}: {shown(tokens[common : common + SHOWN_TOKENS].tolist(), tokenizer)}")
 
 
 def _report(

@@ -11,6 +11,7 @@ from prefixcached.daemon.commands.asking import asking, unknown_namespace
 from prefixcached.daemon.commands.common import (
     age_text,
     counted,
+    plain,
     socket_option,
     terminal,
 )
@@ -75,7 +76,7 @@ def tree_of(namespace: ListedNamespace) -> "Tree":
     from rich.text import Text
     from rich.tree import Tree
 
-    name = namespace.namespace or "(empty name)"
+    name = plain(namespace.namespace) or "(empty name)"
     if len(name) > MAX_NAME_CHARACTERS:
         name = f"{name[: MAX_NAME_CHARACTERS - 1]}…"
     tree = Tree(Text(f"{name}  {counted(namespace.count, 'piece')}", style="bold"))
@@ -95,7 +96,7 @@ def _line(image: Listed) -> str:
         case "checkpoint":
             what = f"checkpoint at {image.end:,}"
         case "object":
-            what = f"object {image.key}"
+            what = f"object {plain(image.key)}"
     tiers = "+".join(name for name, held in (("ram", image.in_ram), ("ssd", image.on_ssd)) if held)
     parts = [what, bytes_text(image.nbytes), tiers or "leaving", _used(image)]
     if image.sharing > 1:

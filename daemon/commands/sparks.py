@@ -1,4 +1,4 @@
-"""Numbers in one line of text: bars, sparklines, amounts, names that are safe to draw. Pure."""
+"""Numbers in one line of text: bars, sparklines, amounts. Pure."""
 
 from typing import Final
 
@@ -10,11 +10,6 @@ from prefixcached.daemon.history_rings import Rows
 BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 PLAIN_BLOCKS: Final = " .:-=+*#@"
 """For terminals that show ASCII alone."""
-
-
-def plain(text: str) -> str:
-    """Return ``text`` without what a terminal would obey."""
-    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def count_text(number: float) -> str:

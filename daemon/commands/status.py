@@ -10,7 +10,9 @@ import click
 
 from prefixcached.daemon.commands.common import (
     COMMAND_SECONDS,
+    plain,
     reported_failures,
+    say,
     socket_option,
     terminal,
 )
@@ -48,7 +50,7 @@ def status(socket: Path, *, is_all: bool, as_json: bool) -> None:
         click.echo(json.dumps(said, indent=2, default=str))
     elif is_all:
         for name, value in counters(report):
-            click.echo(f"{name}  {value}")
+            say(f"{name}  {value}")
     else:
         show(report)
 
@@ -59,7 +61,7 @@ def show(report: Mapping[str, Any]) -> None:
         terminal().print(table(report))
         return
     for name, text, _ in page(report):
-        click.echo(f"{name:{NAME_COLUMNS}}{text}")
+        say(f"{name:{NAME_COLUMNS}}{text}")
 
 
 def table(report: Mapping[str, Any]) -> "Table":
@@ -71,7 +73,7 @@ def table(report: Mapping[str, Any]) -> "Table":
     grid.add_column(style="bold")
     grid.add_column(overflow="fold")
     for name, text, is_alarm in page(report):
-        grid.add_row(name, Text(text, style="yellow" if is_alarm else ""))
+        grid.add_row(name, Text(plain(text), style="yellow" if is_alarm else ""))
     return grid
 
 

@@ -9,13 +9,12 @@ from typing import Any, Final
 from rich.console import Console, Group
 from rich.text import Text
 
-from prefixcached.daemon.commands.common import age_text, counted
+from prefixcached.daemon.commands.common import age_text, counted, plain
 from prefixcached.daemon.commands.sparks import (
     bar,
     count_text,
     duration_text,
     gauge_bins,
-    plain,
     rate_bins,
     ratio_bins,
     spark,

@@ -11,8 +11,8 @@ from typing import Any, Final
 from rich.table import Table
 from rich.text import Text
 
-from prefixcached.daemon.commands.common import age_text
-from prefixcached.daemon.commands.sparks import count_text, duration_text, plain
+from prefixcached.daemon.commands.common import age_text, plain
+from prefixcached.daemon.commands.sparks import count_text, duration_text
 from prefixcached.daemon.commands.watching import Look
 from prefixcached.protocol.messages import ActivityReport, ClientActivity
 

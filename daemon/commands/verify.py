@@ -8,7 +8,7 @@ import click
 
 from prefixcached.daemon import config, logs
 from prefixcached.daemon.commands.asking import reported_by
-from prefixcached.daemon.commands.common import EXIT_FAILED, counted, socket_option
+from prefixcached.daemon.commands.common import EXIT_FAILED, counted, say, socket_option
 from prefixcached.daemon.commands.option_flags import config_option, settings
 from prefixcached.daemon.commands.verification import Finding, Survey, repair
 from prefixcached.daemon.options import options_of
@@ -38,14 +38,14 @@ def verify(
     try:
         findings = _check_all(survey)
     except FileNotFoundError:
-        click.echo(f"nothing is stored in {directory}, {whose}")
+        say(f"nothing is stored in {directory}, {whose}")
         return
     except OSError as error:
         raise click.ClickException(f"cannot list {directory}: {error.strerror}") from error
     for finding in findings:
         if finding.kind in ("damaged", "unreadable", "foreign"):
-            click.echo(f"{finding.kind}  {finding.path}  {finding.reason}")
-    click.echo(f"looked at {directory}, {whose}")
+            say(f"{finding.kind}  {finding.path}  {finding.reason}")
+    say(f"looked at {directory}, {whose}")
     _summarise(survey, findings)
     damaged = [finding for finding in findings if finding.kind == "damaged"]
     remain = len(damaged)
@@ -84,11 +84,11 @@ def _repair(survey: Survey, damaged: list[Finding], *, is_live: bool) -> int:
     failures = repair(survey.directory, damaged)
     moved = len(damaged) - len(failures)
     quarantine = Path(survey.directory.path) / "quarantine"
-    click.echo(f"repaired: moved {counted(moved, 'damaged file')} into {quarantine}")
+    say(f"repaired: moved {counted(moved, 'damaged file')} into {quarantine}")
     if is_live:
         click.echo("the daemon lists them as on SSD until it next wants to read them, then misses")
     for failure in failures:
-        click.echo(failure, err=True)
+        say(failure, err=True)
     return len(failures)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from prefixcached.daemon.commands.sparks import plain
+from prefixcached.daemon.commands.common import plain
 from prefixcached.daemon.commands.top_tables import processes
 from prefixcached.daemon.latency import percentile
 from prefixcached.protocol.messages import ActivityReport, HistoryReport, LatencyReport

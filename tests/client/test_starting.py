@@ -187,6 +187,15 @@ def test_a_daemon_that_refuses_is_quoted(home: Path) -> None:
     assert failure.startswith(f"it was started and ended: {home / 's'} exists and is no socket")
 
 
+def test_a_path_too_long_for_a_socket_starts_nothing(home: Path) -> None:
+    """The client knows it before a process says so, and nothing is left beside it."""
+    socket = home / ("s" * (paths.MAX_SOCKET_PATH_BYTES - len(str(home))))
+    failure = Starter(socket).start(time.monotonic() + START_SECONDS)
+    assert "takes 104 bytes and the system allows 103" in failure
+    assert not list(home.glob("s*"))
+    assert not paths.log_file().exists(), "none was started"
+
+
 @pytest.mark.parametrize("mode", [0o755, 0o770])
 def test_nothing_is_left_in_a_directory_that_others_may_enter(home: Path, mode: int) -> None:
     """C1: no daemon would serve there, so none is started and no file is made."""

@@ -223,3 +223,30 @@ def test_without_a_daemon_they_end_with_3(command: str, directory: Path) -> None
     shown = invoke(command, socket=directory / "s", text="1 2 3")
     assert shown.exit_code == 3
     assert "prefixcached serve" in shown.output
+
+
+def test_names_cannot_write_to_the_terminal() -> None:
+    """A namespace or a file's name moves no cursor and begins no line of its own."""
+    hostile = "a\x1b[2J\x9b1m\u202e\nforged  line\x07"
+    with DaemonProcess(*BOTH_TIERS) as process:
+        with numpy_cache(process.socket) as cache:
+            put(cache, FIRST, hostile)
+            assert cache.flush()
+        file = next(process.state_dir.rglob("*.safetensors"))
+        file.with_name(f"{hostile}{file.name}").touch()
+        told = [
+            invoke(*arguments, socket=process.socket, text=text)
+            for arguments, text in (
+                (("ls",), None),
+                (("explain", "--namespace", hostile, "-"), json.dumps(FIRST)),
+                (("ls", "--namespace", f"{hostile}?"), None),
+                (("verify",), None),
+                (("clear", "--namespace", hostile), None),
+            )
+        ]
+    assert [one.exit_code for one in told] == [0, 0, 1, 0, 0], [one.output for one in told]
+    for one in told:
+        assert "forged" in one.output
+        lines = one.output.splitlines()
+        assert all(line.isprintable() for line in lines), one.output
+        assert not any(line.startswith("forged") for line in lines), one.output

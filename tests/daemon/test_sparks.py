@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefixcached.daemon.commands.common import plain
 from prefixcached.daemon.commands.sparks import (
     bar,
     count_text,
     duration_text,
     gauge_bins,
-    plain,
     rate_bins,
     ratio_bins,
     spark,
