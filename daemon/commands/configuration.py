@@ -14,7 +14,11 @@ from prefixcached.daemon.sizes import bytes_text
 from prefixcached.protocol.paths import SOCKET_VARIABLE
 
 
-@click.command("config", epilog=f"{OTHERS}\n\nExample: prefixcached config --ram-bytes 8GiB")
+@click.command(
+    "config",
+    short_help="Show the effective options and where each comes from.",
+    epilog=f"{OTHERS}\n\nExample: prefixcached config --ram-bytes 8GiB",
+)
 @socket_option
 @option_flags
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, for programs.")

@@ -89,7 +89,10 @@ class Observer(Watcher):
         return self._tree
 
 
-@click.command(epilog="Example: prefixcached dashboard --open")
+@click.command(
+    short_help="Show the daemon live on a local page in the browser.",
+    epilog="Example: prefixcached dashboard --open",
+)
 @socket_option
 @click.option(
     "--port",

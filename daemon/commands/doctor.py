@@ -35,7 +35,10 @@ LARGE_SHARE: Final = 0.5
 """Of memory: a RAM cap beyond it leaves too little for the models themselves."""
 
 
-@click.command(epilog="Example: prefixcached doctor")
+@click.command(
+    short_help="Check socket, rights, disk, memory limit and service.",
+    epilog="Example: prefixcached doctor",
+)
 @socket_option
 @config_option
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, for programs.")

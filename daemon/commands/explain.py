@@ -40,6 +40,7 @@ class Found(NamedTuple):
 
 
 @click.command(
+    short_help="Say what a prompt would find in the cache, and why.",
     epilog="""\b
 Examples: prefixcached explain --namespace demo prompt.json
           echo "[1, 2, 3]" | prefixcached explain
@@ -85,6 +86,11 @@ def explain(
         return
     for name, tokens, answers in zip(names, prompts, found, strict=False):
         _print(name, tokens, answers, words)
+        if is_text and not any(one.explanation.matched for one in answers):
+            say("  the text was encoded as it stands: a chat's prompt begins with a template; see")
+            say(
+                "  `Nothing is ever reused` in the manual for how to get the ids that are asked for"
+            )
 
 
 def _find(ask: Ask, tokens: TokenArray, namespace: str | None) -> list[Found]:

@@ -31,7 +31,11 @@ MAX_NAME_CHARACTERS: Final = 60
 """Of a namespace's name in the tree: most are digests."""
 
 
-@click.command("ls", epilog="Example: prefixcached ls --namespace demo --limit 20")
+@click.command(
+    "ls",
+    short_help="Show what is cached, as the tree of prefixes.",
+    epilog="Example: prefixcached ls --namespace demo --limit 20",
+)
 @socket_option
 @click.option("--namespace", metavar="NAME", help="Only this namespace.")
 @click.option(

@@ -13,6 +13,7 @@ _HELP_FLAGS: Final = frozenset({"-h", "--help"})
 
 @click.command(
     "mlx-lm-server",
+    short_help="Run mlx_lm.server with the shared cache.",
     context_settings={"ignore_unknown_options": True},
     # Its help is mlx_lm.server's.
     add_help_option=False,

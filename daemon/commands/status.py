@@ -28,7 +28,10 @@ SCHEMA: Final = 1
 """Of ``--json``. It grows when a counter goes or changes its meaning, not when one is added."""
 
 
-@click.command(epilog="Example: prefixcached status --json | jq .ram_tier.takes")
+@click.command(
+    short_help="Show what the daemon holds and did, on one page.",
+    epilog="Example: prefixcached status --json | jq .ram_tier.takes",
+)
 @socket_option
 @click.option("--all", "is_all", is_flag=True, help="Every counter, one a line.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, for programs.")

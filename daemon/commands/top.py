@@ -19,7 +19,10 @@ DEFAULT_SECONDS: Final = 1.0
 """As often as the daemon adds to its history."""
 
 
-@click.command(epilog="Keys: q quits, s sorts, r reverses, h changes the span of the history.")
+@click.command(
+    short_help="Watch the daemon live in the terminal.",
+    epilog="Keys: q quits, s sorts, r reverses, h changes the span of the history.",
+)
 @socket_option
 @click.option(
     "--interval",

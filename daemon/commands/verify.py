@@ -15,7 +15,9 @@ from prefixcached.daemon.options import options_of
 from prefixcached.daemon.sizes import bytes_text
 
 
-@click.command(epilog="Example: prefixcached verify --repair")
+@click.command(
+    short_help="Read and check every file on SSD.", epilog="Example: prefixcached verify --repair"
+)
 @socket_option
 @config_option
 @click.option(

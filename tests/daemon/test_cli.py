@@ -24,6 +24,7 @@ def test_version_and_help() -> None:
     assert invoke("--version").output.strip().endswith(__version__)
     shown = invoke("--help")
     assert shown.exit_code == 0
+    assert "..." not in shown.output.partition("Commands:")[2], "a summary is cut"
     for command in ("serve", "status", "clear"):
         assert command in shown.output
         assert invoke(command, "-h").exit_code == 0
