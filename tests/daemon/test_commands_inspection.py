@@ -213,6 +213,10 @@ def test_text_is_shown_beside_tokens(
     assert "'abc'" in shown.output
     assert "'xyz'" in shown.output
     assert "'defghijklmno'" in shown.output
+    assert "template" not in shown.output
+    (tmp_path / "b").write_text("xyz")
+    shown = invoke(*options, "letters", str(tmp_path / "b"), socket=filled.socket)
+    assert "a chat's prompt begins with a template" in shown.output
     assert invoke(*options, "other", str(tmp_path / "a"), socket=filled.socket).exit_code == 1
     assert invoke("explain", "--text", socket=filled.socket).exit_code == 2
 
