@@ -26,7 +26,6 @@ class PromotionDesk:
         """Set while memory is short: what is optional goes first (rule M2)."""
         self.promoted = 0
         self.declined = 0
-        self.failed = 0
 
     @property
     def in_flight(self) -> int:
@@ -76,7 +75,6 @@ class PromotionDesk:
         entry, memory = self._in_flight.pop(outcome.id)
         unwanted = self.is_suspended or not entry.attached or entry.memory is not None
         if outcome.error or unwanted:
-            self.failed += 1
             self._index.give_back(memory, "promoting", entry.charged_bytes)
         else:
             self.promoted += 1

@@ -43,6 +43,7 @@ DESCRIPTION_KEY: Final = "prefixcached"
 DESCRIPTION_CHECKSUM_KEY: Final = "prefixcached.xxh3"
 _FILE_NAME: Final = re.compile(r"([0-9a-f]{32})\.(segment|checkpoint|object)\.safetensors")
 _SCHEMA_NAME: Final = re.compile(r"([0-9a-f]{32})\.schema")
+_PLAIN_NAME: Final = re.compile(r"[0-9a-f]{32}")
 
 
 class DamagedFile(Exception):  # noqa: N818  (names a finding about a file, not a fault of code)
@@ -80,6 +81,9 @@ class _Version(msgspec.Struct, frozen=True):
     format: int
 
 
+_UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What JSON that anybody may have written can raise; a thousand nested lists fit in any header."""
+
 _PREAMBLE: Final = msgspec.json.Decoder(_Preamble)
 _VERSION: Final = msgspec.json.Decoder(_Version)
 _HEADER: Final = msgspec.json.Decoder(FileHeader)
@@ -101,8 +105,12 @@ def schema_digest(encoded: bytes) -> str:
 
 
 def schema_name(digest: str) -> str:
-    """Return the file name of a schema. Its name is its checksum."""
-    return f"{digest}.schema"
+    """Return the file name of a schema. Its name is its checksum.
+
+    Raises:
+        ValueError: The digest is none; as part of a path it could lead out of the directory.
+    """
+    return f"{_plain_name(digest)}.schema"
 
 
 def parse_schema_name(name: str) -> str | None:
@@ -112,8 +120,19 @@ def parse_schema_name(name: str) -> str | None:
 
 
 def file_name(id: str, kind: ImageKind) -> str:  # noqa: A002  (the field's name everywhere)
-    """Return the file name of one image."""
-    return f"{id}.{kind.value}.safetensors"
+    """Return the file name of one image.
+
+    Raises:
+        ValueError: The id is not 32 hex digits; as part of a path it could lead out of the
+            directory.
+    """
+    return f"{_plain_name(id)}.{kind.value}.safetensors"
+
+
+def _plain_name(name: str) -> str:
+    if not _PLAIN_NAME.fullmatch(name):
+        raise ValueError(f"{name!r} names no file: 32 lower-case hex digits do")
+    return name
 
 
 def parse_file_name(name: str) -> tuple[str, ImageKind] | None:
@@ -257,7 +276,7 @@ def decode_description(data: bytes, file_bytes: int) -> Description:
         raise DamagedFile(f"{len(data)} bytes of a header of {data_offset}")
     try:
         metadata = _PREAMBLE.decode(data[LENGTH_BYTES:]).metadata
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise DamagedFile(f"the header is not JSON of safetensors: {error}") from error
     if DESCRIPTION_KEY not in metadata:
         raise DamagedFile("a safetensors file without a self-description")
@@ -269,7 +288,7 @@ def decode_description(data: bytes, file_bytes: int) -> Description:
         if version != FORMAT:
             raise ForeignFile(f"format {version}; this version reads format {FORMAT}")
         header = _HEADER.decode(description)
-    except msgspec.MsgspecError as error:
+    except _UNREADABLE as error:
         raise DamagedFile(f"the self-description is invalid: {error}") from error
     count = _checked_tokens_count(header)
     data_bytes = file_bytes - data_offset - 4 * count
@@ -306,7 +325,7 @@ def decode_header(
         table = _TABLE.decode(data[LENGTH_BYTES:])
         table.pop("__metadata__", None)
         found = {name: _TENSOR.decode(raw) for name, raw in table.items()}
-    except msgspec.MsgspecError as error:
+    except _UNREADABLE as error:
         raise DamagedFile(f"the tensor table is invalid: {error}") from error
     if found != expected:
         names = sorted(n for n in found | expected if found.get(n) != expected.get(n))

@@ -4,7 +4,7 @@
 `BackOff` spaces attempts on a disk that fails (rule D7).
 """
 
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
@@ -132,7 +132,7 @@ def _is_write(item: _Item) -> bool:
 
 
 class _StoredMeter(msgspec.Struct, frozen=True):
-    hours: dict[int, int]
+    hours: dict[int, Annotated[int, msgspec.Meta(ge=0)]]
 
 
 class WriteMeter:
@@ -149,7 +149,7 @@ class WriteMeter:
         if stored:
             try:
                 self._hours = msgspec.json.decode(stored, type=_StoredMeter).hours
-            except (msgspec.MsgspecError, UnicodeDecodeError):
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 self._hours = {}
 
     def written_bytes(self, now_seconds: float) -> int:

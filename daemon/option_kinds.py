@@ -137,11 +137,14 @@ class PathKind:
 
     def parse(self, raw: object) -> object:
         """See `Kind`."""
-        if isinstance(raw, Path):  # from a flag, where a relative path means what the shell means
-            return raw.expanduser().absolute()
-        if not isinstance(raw, str) or not raw:
+        if not isinstance(raw, str | Path) or not raw:
             raise ValueError("not a path")
-        path = Path(raw).expanduser()
+        try:
+            path = Path(raw).expanduser()
+        except RuntimeError as error:
+            raise ValueError("~ names no user here") from error
+        if isinstance(raw, Path):  # from a flag, where a relative path means what the shell means
+            return path.absolute()
         if not path.is_absolute():
             raise ValueError("relative to what? launchd starts the daemon in /")
         return path

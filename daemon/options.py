@@ -241,7 +241,7 @@ def read_file(path: Path | None) -> dict[str, Any]:
         raise OptionError(f"the configuration file {file} does not exist") from error
     except OSError as error:
         raise OptionError(f"cannot read {file}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise OptionError(f"{file} is no TOML: {error}") from error
     for name in content:
         if name == "socket":

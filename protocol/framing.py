@@ -7,10 +7,10 @@
     4       4     length of the body in bytes, little-endian, at most MAX_FRAME_BYTES
     8       n     body: one msgpack map with the message's tag under "type"
 
-The bytes of a body are scanned before anything is built from them: a map of sixteen million empty
-lists fits into a legal frame and would become a gigabyte. Only what nests within MAX_NESTING, holds
-at most MAX_VALUES values, has no extension types and ends exactly at its length reaches msgspec,
-which admits only the types of `messages`. `FrameDecoder` owns the bytes not yet consumed.
+The bytes of a body are scanned before anything is built from them (`scan`). Only what nests within
+MAX_NESTING, holds at most MAX_VALUES values, has no extension types and ends exactly at its length
+reaches msgspec, which admits only the types of `messages`. `FrameDecoder` owns the bytes not yet
+consumed.
 """
 
 import struct
@@ -22,6 +22,7 @@ import msgspec
 from prefixcached.protocol import limits, messages
 from prefixcached.protocol.errors import LocalProtocolError, RemoteProtocolError
 from prefixcached.protocol.messages import AnyReply, AnyRequest, StatusReport
+from prefixcached.protocol.scan import scan
 
 MAGIC: Final = b"PC"
 FORMAT: Final = 1
@@ -67,7 +68,7 @@ def encode(message: Message, descriptors: int = 0) -> bytes:
             # The one message whose depth and number of values no type bounds.
             scan(body, 0, len(body))
         _check_sizes(message)
-    except (TypeError, ValueError, OverflowError, RecursionError, _ScanError) as error:
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise LocalProtocolError(f"{tag_of(type(message))} cannot be encoded: {error}") from error
     if len(body) > limits.MAX_FRAME_BYTES:
         raise LocalProtocolError(
@@ -154,7 +155,7 @@ def _decode_body(data: bytes | bytearray, start: int, end: int, side: Side) -> M
         with memoryview(data) as whole, whole[start:end] as body:
             message = _DECODERS[side].decode(body)
         _check_sizes(message)
-    except (_ScanError, ValueError) as error:
+    except ValueError as error:
         raise RemoteProtocolError(f"the peer sent a malformed {side}: {error}") from error
     return message
 
@@ -196,79 +197,3 @@ def _check_tokens(tokens: bytes) -> None:
         raise ValueError(f"tokens are 4 bytes each, and {len(tokens)} bytes are no whole number")
     if len(tokens) > 4 * limits.MAX_TOKENS:
         raise ValueError(f"{len(tokens) // 4} tokens; at most {limits.MAX_TOKENS}")
-
-
-# -- the scan -----------------------------------------------------------------------------------
-
-
-class _ScanError(Exception):
-    """A body that must not be unpacked."""
-
-
-def _scalar_widths() -> tuple[int, ...]:
-    """By first byte: how many bytes the whole value takes, 0 where that needs a closer look."""
-    widths = [0] * 256
-    for code in (*range(0x80), *range(0xE0, 0x100), 0xC0, 0xC2, 0xC3):
-        widths[code] = 1  # small integers, nil, false, true
-    for code in range(0xA0, 0xC0):
-        widths[code] = 1 + (code & 0x1F)  # short strings
-    for code, payload in ((0xCA, 4), (0xCB, 8), (0xCC, 1), (0xCD, 2), (0xCE, 4), (0xCF, 8)):
-        widths[code] = 1 + payload  # floats, unsigned integers
-    for code, payload in ((0xD0, 1), (0xD1, 2), (0xD2, 4), (0xD3, 8)):
-        widths[code] = 1 + payload  # signed integers
-    return tuple(widths)
-
-
-_SCALAR_WIDTHS: Final = _scalar_widths()
-_BLOB_LENGTH_BYTES: Final = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
-"""First byte of bin and str: how many bytes their length takes."""
-_CONTAINER: Final = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
-"""First byte of long arrays and maps: bytes of their length, values per entry."""
-
-
-def scan(data: bytes | bytearray, start: int, end: int) -> None:
-    """Check that ``data[start:end]`` is one msgpack value of bounded depth and size.
-
-    It visits each value once and builds nothing. The error is private: callers say whose fault
-    it is.
-    """
-    widths = _SCALAR_WIDTHS
-    position = start
-    values = left = 1
-    outer: list[int] = []
-    while left or outer:
-        if not left:
-            left = outer.pop()
-            continue
-        if position >= end:
-            raise _ScanError("the body ends in the middle of a value")
-        left -= 1
-        code = data[position]
-        width = widths[code]
-        if width:
-            position += width
-            continue
-        position += 1
-        if code in _BLOB_LENGTH_BYTES:
-            digits = _BLOB_LENGTH_BYTES[code]
-            position += digits + int.from_bytes(data[position : position + digits], "big")
-            continue
-        if 0x80 <= code < 0x90:
-            count = 2 * (code & 0x0F)
-        elif 0x90 <= code < 0xA0:
-            count = code & 0x0F
-        elif code in _CONTAINER:
-            digits, each = _CONTAINER[code]
-            count = each * int.from_bytes(data[position : position + digits], "big")
-            position += digits
-        else:
-            raise _ScanError(f"byte 0x{code:02x} begins no value that messages use")
-        values += count
-        if values > limits.MAX_VALUES:
-            raise _ScanError(f"more than {limits.MAX_VALUES} values")
-        outer.append(left)
-        if len(outer) > limits.MAX_NESTING:
-            raise _ScanError(f"nested deeper than {limits.MAX_NESTING}")
-        left = count
-    if position != end:
-        raise _ScanError("the body's length and its value's end differ")

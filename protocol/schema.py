@@ -13,6 +13,7 @@ import msgspec
 
 from prefixcached.protocol import limits
 from prefixcached.protocol.errors import SchemaError
+from prefixcached.protocol.scan import scan
 
 ITEM_BYTES: Final = {
     "BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
@@ -174,6 +175,7 @@ def decode_schema(data: bytes) -> Schema:
     if len(data) > limits.MAX_SCHEMA_BYTES:
         raise SchemaError(f"schema of {len(data)} bytes; at most {limits.MAX_SCHEMA_BYTES}")
     try:
+        scan(data, 0, len(data))
         raw = msgpack.unpackb(data, raw=False, strict_map_key=True, max_ext_len=0)
         schema = msgspec.convert(raw, Schema, builtin_types=(bytes,))
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:

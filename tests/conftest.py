@@ -16,6 +16,7 @@ import hypothesis
 import pytest
 
 from tests.support.daemon_process import DaemonProcess
+from tests.support.stuck_tests import pytest_timeout_set_timer  # noqa: F401, a hook of pytest
 
 # The same examples in every run, and no deadline: other work shares the machine.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)

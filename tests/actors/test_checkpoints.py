@@ -107,3 +107,14 @@ def test_a_snapshot_that_nobody_can_use_does_not_count_as_close() -> None:
     client.store(TALK[:20], "hybrid/a", state=True, minimum=24)
     client.store(TALK[:26], "hybrid/a", state=True, minimum=24)
     assert snapshots(core) == [20, 26]
+
+
+def test_one_token_behind_a_snapshot_is_close_too() -> None:
+    """E11: nearness is counted from the last token that a resumption there would leave."""
+    core = Core(small_config(checkpoint_min_tokens=2))
+    client = Client(core)
+    client.store(TALK[:19], "hybrid/a", state=True)
+    client.store(TALK[:20], "hybrid/a", state=True)
+    assert snapshots(core) == [19]
+    client.store(TALK[:21], "hybrid/a", state=True)
+    assert snapshots(core) == [19, 21]

@@ -613,3 +613,15 @@ def _reaches(edges: set[tuple[int, int]], source: int, target: int) -> bool:
 
 TestClaims = ClaimMachine.TestCase
 TestClaims.settings = settings(machine_settings(), max_examples=200)
+
+
+def test_a_shorter_prompt_waits_for_no_more_than_it_can_use() -> None:
+    """Q2, T3: the claim promises it all but its own last token, and so few more are no promise."""
+    core = make_core()
+    one, two = clients(core, 2)
+    claimed(one)
+    slot = waiting(two, PROMPT[:20])
+    one.store(PROMPT[: 19 - LEAST])
+    assert slot.reply is None
+    one.store(PROMPT[: 20 - LEAST])
+    assert two.verify(slot, PROMPT[:20]).length == 20 - LEAST

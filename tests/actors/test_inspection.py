@@ -1,5 +1,6 @@
 """InspectionDesk: what is held and what a prompt would find, bounded, changing nothing."""
 
+import random
 import time
 
 import pytest
@@ -7,9 +8,11 @@ import pytest
 from prefixcached.actors import inspection
 from prefixcached.protocol import limits
 from prefixcached.protocol import messages as wire
+from prefixcached.protocol.image import ImageKind, ImageSpec, StateTensor
 from prefixcached.protocol.tokens import pack_tokens
 from tests.support.core import Core, small_config
 from tests.support.core_client import Client, sequence
+from tests.support.core_disk import FakeDisk
 
 
 def listing(core: Core, limit: int = 1000, namespace: str | None = None) -> wire.Listing:
@@ -61,6 +64,103 @@ def test_what_was_used_last_is_listed_first_and_the_rest_is_announced() -> None:
     assert (second.namespace, second.count, second.images) == ("plain/b", 1, ())
     assert not listing(core, limit=3).complete
     assert listing(core, limit=6).complete
+
+
+def test_a_listing_says_what_each_image_is() -> None:
+    """C5: positions, size, tiers, use and holders of segments, snapshots and objects."""
+    core = Core()
+    client = Client(core)
+    tokens = sequence(30)
+    client.put(tokens[:20], "hybrid/a", state=True)
+    client.put(tokens, "hybrid/a", state=True)
+    spec = ImageSpec(ImageKind.OBJECT, tensors=(StateTensor("x", "U8", (3,)),))
+    grant = core.reply(1, wire.OfferObject("hybrid/a", "picture", spec))
+    core.reply(1, wire.Commit(grant.put))
+    core.advance(7.0)
+    assert client.hit((*tokens, 1), "hybrid/a").length == 30
+    core.advance(2.0)
+    (namespace,) = listing(core).namespaces
+    assert [
+        (one.kind, one.start, one.end, one.depth, one.key, one.uses, one.holders, one.idle_seconds)
+        for one in namespace.images
+    ] == [
+        ("segment", 0, 20, 0, "", 1, 1, 2.0),
+        ("checkpoint", 20, 20, 1, "", 0, 0, 9.0),
+        ("segment", 20, 30, 0, "", 1, 1, 2.0),
+        ("checkpoint", 30, 30, 1, "", 1, 1, 2.0),
+        ("object", 0, 0, 0, "picture", 0, 0, 9.0),
+    ]
+    assert namespace.images[-1].nbytes == 3
+    assert all(one.in_ram and not one.on_ssd for one in namespace.images)
+    assert namespace.count == len(namespace.images)
+
+
+def test_what_was_not_used_since_the_start_has_no_idle_time() -> None:
+    """D10: what the scan found on the disk is listed there, and nothing is invented of its use."""
+    core = Core(small_config(ssd_bytes=1 << 20))
+    disk = FakeDisk(core)
+    Client(core).put(sequence(20))
+    core.advance(60.0)
+    disk.settle()
+    restarted = Core(small_config(ssd_bytes=1 << 20), is_loaded=False)
+    disk.restart(restarted, random.Random(0))
+    (namespace,) = listing(restarted).namespaces
+    (image,) = namespace.images
+    assert (image.in_ram, image.on_ssd, image.idle_seconds) == (False, True, None)
+
+
+def test_the_namespace_that_was_used_last_is_listed_first() -> None:
+    """C5: whatever the order in which namespaces came, also where one holds objects alone."""
+    core = Core()
+    client = Client(core)
+    client.put(sequence(10), "plain/a")
+    client.put(sequence(10), "plain/b")
+    spec = ImageSpec(ImageKind.OBJECT, tensors=(StateTensor("x", "U8", (3,)),))
+    core.reply(1, wire.Commit(core.reply(1, wire.OfferObject("plain/c", "key", spec)).put))
+    assert [one.namespace for one in listing(core).namespaces] == ["plain/c", "plain/b", "plain/a"]
+    assert client.reuse(sequence(11), "plain/a") == 10
+    assert [one.namespace for one in listing(core).namespaces] == ["plain/a", "plain/c", "plain/b"]
+
+
+def test_a_listing_of_one_namespace_has_no_other() -> None:
+    """C5: a namespace that is named is listed alone, and completely."""
+    core = Core()
+    client = Client(core)
+    client.put(sequence(10), "plain/a")
+    client.put(sequence(10), "plain/b")
+    found = listing(core, namespace="plain/b")
+    assert [one.namespace for one in found.namespaces] == ["plain/b"]
+    assert found.complete
+    assert listing(core, namespace="plain/c").namespaces == ()
+
+
+def test_an_explanation_shows_how_the_held_prompt_goes_on() -> None:
+    """T9: where a prompt leaves a segment in its middle, the rest of it is shown, newest first."""
+    core = Core(small_config(segment_min_tokens=1))
+    client = Client(core)
+    head = sequence(20)
+    client.put(head)
+    client.put((*head[:10], 7, 8))
+    said = core.reply(1, wire.Explain("plain/a", pack_tokens((*head[:10], 9, 9))))
+    assert (said.length, said.ram_length, said.matched) == (10, 10, 10)
+    assert said.continuations == (pack_tokens((7, 8)), pack_tokens(head[10:]))
+    assert client.reuse((*head, 1)) == 20
+    said = core.reply(1, wire.Explain("plain/a", pack_tokens((*head[:10], 9, 9))))
+    assert said.continuations == (pack_tokens(head[10:]), pack_tokens((7, 8)))
+
+
+def test_a_prompt_that_is_held_whole_needs_no_reason() -> None:
+    """T9, T3: all but the last token is all that a hit can cover."""
+    core = Core()
+    client = Client(core)
+    tokens = sequence(20)
+    client.put(tokens)
+    whole = core.reply(1, wire.Explain("plain/a", pack_tokens(tokens)))
+    assert (whole.length, whole.reason) == (19, "")
+    longer = core.reply(1, wire.Explain("plain/a", pack_tokens((*tokens, 5, 5))))
+    assert (longer.length, longer.reason) == (20, "diverged")
+    nowhere = core.reply(1, wire.Explain("plain/z", pack_tokens(tokens)))
+    assert (nowhere.length, nowhere.continuations, nowhere.reason) == (0, (), "empty")
 
 
 def test_an_explanation_is_bounded_and_shows_every_branch() -> None:

@@ -243,3 +243,25 @@ def test_a_declined_put_marks_nothing() -> None:
     core.memories_left = 0
     client.refusal(TALK, label="talk")
     assert core.statistics().labels == 0
+
+
+def test_the_mark_is_at_the_end_of_what_was_used() -> None:
+    """S1: of a path of several images the last one is marked, and with it all that it hangs on."""
+    core = Core(small_config(segment_min_tokens=1))
+    client = Client(core)
+    client.store(TALK[:6])
+    client.store(TALK)
+    slot = client.ask((*TALK, 1), label="talk")
+    client.release(client.verify(slot, (*TALK, 1)))
+    marked = [entry for entry in core.index.entries.values() if entry.is_labelled]
+    assert [(entry.spec.start, entry.spec.end) for entry in marked] == [(6, 12)]
+
+
+def test_a_declined_put_moves_no_label() -> None:
+    """S1, P10: a label marks what was stored, and a declined put loses nothing but the chance."""
+    core = small_ram(2)
+    client = Client(core)
+    client.store(TALK)
+    assert client.refusal((*TALK, *sequence(100, 1)), label="talk") == "too-large"
+    assert core.statistics().labels == 0
+    assert not [entry for entry in core.index.entries.values() if entry.is_labelled]

@@ -3,16 +3,19 @@
 import random
 from typing import Any
 
+import msgspec
 import pytest
 
 from prefixcached.actors.entries import Checkpoint
 from prefixcached.protocol import messages as wire
-from prefixcached.protocol.actor_messages import Loaded
+from prefixcached.protocol.actor_messages import DeleteFile, FileEntry, Loaded
 from prefixcached.protocol.image import ImageKind, ImageSpec
+from prefixcached.protocol.tokens import pack_tokens
 from tests.support.core import PAGE, Core, small_config
 from tests.support.core_checks import check_core, check_disk, check_disk_idle
 from tests.support.core_client import Client, sequence
 from tests.support.core_disk import FakeDisk, StoredFile
+from tests.support.core_payload import encoded
 
 SEEDS = pytest.mark.parametrize("seed", range(4))
 
@@ -113,6 +116,7 @@ def test_of_two_versions_the_newest_is_kept(seed: int) -> None:
     disk.settle()
     kept = [e for e in core.index.entries.values() if isinstance(e, Checkpoint)]
     assert [e.spec.metadata for e in kept] == [b"3"]
+    assert core.loads.duplicates == 2
     assert len(disk.files) == 2
     check_disk_idle(core, disk)
 
@@ -162,7 +166,9 @@ def test_a_lost_schema_leaves_its_files_unattached() -> None:
     """D1: without its schema a namespace's files cannot be understood, and are not deleted."""
     disk, _ = filled()
     core = Core(small_config(ssd_bytes=1 << 30), is_loaded=False)
-    core.send(Loaded(tuple(f.entry for f in disk.files.values()), {}, done=True))
+    core.send(Loaded((), damaged=2))
+    core.send(Loaded(tuple(f.entry for f in disk.files.values()), {}, done=True, damaged=1))
+    assert core.loads.damaged == 3
     assert not core.index.entries
     assert core.loads.unattached == len(disk.files)
     assert core.index.ssd.bytes == disk.bytes
@@ -239,3 +245,118 @@ def test_objects_come_back_by_key(seed: int) -> None:
     assert [part.spec.metadata for part in slot.reply.parts] == [b"2"]
     core.gone(1)
     check_disk_idle(core, disk)
+
+
+@pytest.mark.parametrize("namespace", ["plain/a", None])
+def test_a_clear_while_the_index_loads_reaches_what_waits_and_what_comes(
+    namespace: str | None,
+) -> None:
+    """D11: neither files that wait for their parents nor whole trees found later come back."""
+    disk, _ = filled()
+    core = Core(small_config(ssd_bytes=1 << 30), is_loaded=False)
+    client = Client(core)
+    files = [f for f in disk.files.values() if f.entry.header.namespace == "plain/a"]
+    schemas = {f.entry.header.schema_digest: f.schema for f in files}
+    children = [f.entry for f in files if f.entry.header.parent]
+    tops = [f.entry for f in files if not f.entry.header.parent]
+    core.send(Loaded(tuple(children), schemas))
+    client.clear(namespace)
+    core.send(Loaded(tuple(tops)))
+    core.send(Loaded((), done=True))
+    assert not core.index.entries
+    assert core.loads.unattached == 0
+    assert core.index.ssd.bytes_by_state["other"] == 0
+
+
+def test_a_clear_of_one_namespace_leaves_what_waits_of_others() -> None:
+    """D11: segments and snapshots of other namespaces still find their places."""
+    disk, _ = filled()
+    core = Core(small_config(ssd_bytes=1 << 30), is_loaded=False)
+    client = Client(core)
+    files = sorted(disk.files.values(), key=lambda f: -f.entry.header.spec.end)
+    schemas = {f.entry.header.schema_digest: f.schema for f in files}
+    for file in files[:-3]:
+        core.send(Loaded((file.entry,), schemas))
+    client.clear("plain/a")
+    core.send(Loaded(tuple(f.entry for f in files[-3:]), done=True))
+    assert client.peek(sequence(51)) == 0
+    assert client.contains(sequence(50), "hybrid-ring/a")
+    assert client.contains((*sequence(20), *sequence(10, 1)), "ring/a")
+    check_core(core)
+
+
+def test_after_the_index_is_complete_a_cleared_name_is_a_name_again() -> None:
+    """D11: a clear during the start is for what the start finds, not for what is stored later."""
+    core = Core(small_config(ssd_bytes=1 << 30), is_loaded=False)
+    client = Client(core)
+    client.clear("plain/a")
+    core.send(Loaded((), done=True))
+    client.store(sequence(10))
+    assert client.contains(sequence(10))
+
+
+def replaced(entry: FileEntry, **changes: Any) -> FileEntry:
+    """A file whose header says something else."""
+    return msgspec.structs.replace(entry, header=msgspec.structs.replace(entry.header, **changes))
+
+
+def test_files_that_cannot_be_placed_are_kept_apart() -> None:
+    """D10: one without tokens, one beyond its parent's end, one with an id that is taken."""
+    disk, _ = filled()
+    core = Core(small_config(ssd_bytes=1 << 30), is_loaded=False)
+    files = [f for f in disk.files.values() if f.entry.header.namespace == "plain/a"]
+    schemas = {f.entry.header.schema_digest: f.schema for f in files}
+    (top,) = [f.entry for f in files if not f.entry.header.parent]
+    child = next(f.entry for f in files if f.entry.header.parent == top.header.id)
+    wrong = (
+        msgspec.structs.replace(replaced(child, id="1" * 32), tokens=b""),
+        replaced(child, id="2" * 32, position=top.header.spec.end + 1),
+        replaced(child, id=top.header.id),
+    )
+    core.send(Loaded((top, *wrong), schemas, done=True))
+    assert set(core.index.entries) == {top.header.id}
+    assert core.loads.unattached == 3
+    assert core.index.ssd.bytes_by_state["other"] == sum(f.allocated_bytes for f in wrong)
+    assert core.index.ssd.bytes_by_state["durable"] == top.allocated_bytes
+
+
+def test_an_object_whose_id_is_taken_is_deleted() -> None:
+    """D1: somebody copied a file; what the index has stays, and two things never share an id."""
+    core = Core(small_config(ssd_bytes=1 << 30))
+    disk, client = FakeDisk(core), Client(core)
+    grant = core.reply(1, wire.OfferObject("plain/a", "key", ImageSpec(ImageKind.OBJECT)))
+    core.reply(1, wire.Commit(grant.put))
+    client.flush()
+    disk.settle()
+    (file,) = disk.files.values()
+    core = Core(small_config(ssd_bytes=1 << 30), is_loaded=False)
+    copied = msgspec.structs.replace(replaced(file.entry, key="copy"), path="0" * 32 + "/copy")
+    core.send(Loaded((file.entry, copied), done=True))
+    assert core.loads.duplicates == 1
+    (order,) = core.to_ssd
+    assert isinstance(order.message, DeleteFile)
+    assert order.message.path == copied.path
+    assert [entry.id for entry in core.index.entries.values()] == [file.entry.header.id]
+
+
+def test_a_namespace_of_objects_takes_on_the_schema_of_its_first_segment() -> None:
+    """N4, O1: objects have none, so whichever file is found first decides nothing."""
+    core = Core(small_config(ssd_bytes=1 << 30))
+    disk, client = FakeDisk(core), Client(core)
+    grant = core.reply(1, wire.OfferObject("plain/a", "key", ImageSpec(ImageKind.OBJECT)))
+    core.reply(1, wire.Commit(grant.put))
+    client.store(sequence(10))
+    client.flush()
+    disk.settle()
+    files = sorted(disk.files.values(), key=lambda f: f.entry.header.kind is not ImageKind.OBJECT)
+    core = Core(small_config(ssd_bytes=1 << 30), is_loaded=False)
+    client = Client(core)
+    for file in files:
+        digest = file.entry.header.schema_digest
+        core.send(Loaded((file.entry,), {digest: file.schema} if digest else {}))
+    core.send(Loaded((), done=True))
+    assert client.contains(sequence(10))
+    offer = wire.Offer("plain/a", pack_tokens(sequence(20)), encoded("chunk"))
+    assert core.reply(1, offer) == wire.Declined(reason="schema-mismatch")
+    assert core.loads.loaded == 2
+    check_core(core)

@@ -46,6 +46,7 @@ def contents(core: Core, slot: Slot) -> tuple[int, str]:
     hit = slot.reply
     assert isinstance(hit, wire.Hit), hit
     (part,) = hit.parts
+    assert (hit.length, part.use_start, part.use_end) == (0, 0, 0), "an object has no tokens"
     size = sum(tensor.nbytes for tensor in part.spec.tensors)
     data = core.descriptors.read(slot.descriptors[0], part.data_offset, size)
     assert part.spec.metadata == b"%d" % data[0]
@@ -319,3 +320,24 @@ def test_a_session_has_so_many_leases_on_objects_too() -> None:
         contents(core, take(core, "key"))
     assert isinstance(take(core, "key").reply, wire.Failed)
     assert contents(core, take(core, "key", session=2)) == (1, "ram")
+
+
+@pytest.mark.parametrize("outcome", ["good", "transient"])
+def test_an_object_that_was_read_is_held_by_its_lease_alone(outcome: str) -> None:
+    """L1, E2: once it is answered the reading holds nothing, so that the object can go again."""
+    core = Core(small_config(ssd_bytes=1 << 30, write_delay_seconds=0.0, promote="never"))
+    disk = FakeDisk(core)
+    put(core, "key", 1)
+    disk.settle()
+    (entry,) = core.index.entries.values()
+    core.index.drop_memory(entry)
+    slot = take(core, "key")
+    assert entry.holders == 1
+    disk.accept()
+    (name,) = disk.reads
+    disk.finish_read(name, outcome)
+    if isinstance(slot.reply, wire.Hit):
+        assert entry.holders == 1
+        core.send_one_way(1, wire.Release(slot.reply.lease))
+    assert entry.holders == 0
+    check_core(core)

@@ -168,6 +168,31 @@ def test_version_two_compares_with_the_limit(
     assert CgroupTwo(machine.root).read(0.0).level is level
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_without_statistics_all_that_is_used_counts(machine: Machine, version: int) -> None:
+    """M1: a kernel that does not say which pages are clean is believed the worse figure."""
+    machine.own_groups("4:memory:/app", "0::/app")
+    sensor: CgroupOne | CgroupTwo
+    if version == 1:
+        machine.group_one("app", 95, 100, unused_files=50)
+        folder, sensor = "memory/app", CgroupOne(machine.root)
+    else:
+        machine.group_two("app", 95, "100", unused_files=50)
+        folder, sensor = "app", CgroupTwo(machine.root)
+    assert sensor.read(0.0).level is Level.NORMAL
+    (machine.root / "sys/fs/cgroup" / folder / "memory.stat").unlink()
+    assert sensor.read(1.0).level is Level.WARN
+
+
+def test_more_clean_pages_than_are_used_is_no_use_at_all(machine: Machine) -> None:
+    """M1: the two figures are read one after the other and need not agree."""
+    machine.own_groups("0::/app")
+    machine.group_two("app", 10, "100", unused_files=50)
+    reading = CgroupTwo(machine.root).read(0.0)
+    assert reading.level is Level.NORMAL
+    assert "uses 0.0%" in reading.reason
+
+
 def test_the_group_above_may_be_the_short_one(machine: Machine) -> None:
     """M1: every group from the process's own to the top is looked at."""
     machine.own_groups("0::/pod/app")

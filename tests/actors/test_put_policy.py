@@ -3,7 +3,7 @@
 from typing import Any
 
 from prefixcached.protocol import messages as wire
-from tests.support.core import Core, small_config
+from tests.support.core import PAGE, Core, small_config
 from tests.support.core_client import Client, sequence
 
 
@@ -183,3 +183,12 @@ def test_absorbed_segments_do_not_pile_up_without_a_disk() -> None:
         client.store(sequence(length))
     (entry,) = core.index.entries.values()
     assert entry.superseded == []
+
+
+def test_only_new_bytes_must_fit_the_cap() -> None:
+    """P7: an extension of what is held is as large as what it adds."""
+    core = Core(small_config(ram_bytes=4 * PAGE))
+    client = Client(core)
+    client.store(sequence(40))
+    assert client.store(sequence(60)) == 20 * 712
+    assert client.refusal(sequence(100, 1)) == "too-large"

@@ -8,19 +8,24 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from prefixcached.actors import tree
 from prefixcached.actors.desk import RamConfig
-from prefixcached.actors.entries import Segment
+from prefixcached.actors.entries import Checkpoint, Namespace, ObjectEntry, Segment
 from prefixcached.actors.retention_policy import (
     DEFAULT_POLICY,
     POLICIES,
+    PROTECTED_PRIORITY,
     PROTECTED_SHARE,
     CostSize,
     Segmented,
     policy_named,
+    prefix_length,
 )
 from prefixcached.protocol import messages as wire
+from prefixcached.protocol.image import ImageKind, ImageSpec
+from prefixcached.protocol.schema import Schema
 from prefixcached.protocol.tokens import pack_tokens, token_array
 from tests.support.core import PAGE, Core, small_config
 from tests.support.core_checks import check_core
+from tests.support.core_disk import FakeDisk
 from tests.support.core_machine import machine_settings
 from tests.support.core_payload import encoded
 from tests.support.core_traffic import ENTRY_TOKENS, entry_of, in_ram, put, read
@@ -249,3 +254,60 @@ class PolicyMachine(RuleBasedStateMachine):
 
 TestPolicies = PolicyMachine.TestCase
 TestPolicies.settings = machine_settings(60)
+
+
+def test_segmented_keeps_the_order_of_hits() -> None:
+    """E3: of what was hit, that whose last hit is longest ago is the first to lose protection."""
+    core = core_with("segmented", pages=10)
+    for name in range(1, 9):
+        put(core, name)
+        read(core, name)
+    read(core, 1)
+    put(core, 9)
+    read(core, 9)
+    put(core, 10)
+    put(core, 11)
+    assert 1 in in_ram(core)
+    assert 2 not in in_ram(core)
+
+
+def test_one_entry_larger_than_the_share_is_protected_all_the_same() -> None:
+    """E3: there is always one entry that was hit last, however large."""
+    core = core_with("segmented", pages=5)
+    put(core, 1, pages=5)
+    read(core, 1, pages=5)
+    entry = entry_of(core, 1)
+    assert entry is not None
+    assert entry.priority > PROTECTED_PRIORITY
+    assert PROTECTED_SHARE * core.index.ram.bytes_cap < 5 * PAGE
+
+
+def test_what_left_ram_has_no_protection_on_the_disk() -> None:
+    """E3: on SSD alone a hit of long ago does not count for more than the last use."""
+    core = Core(
+        small_config(
+            ram_bytes=10 * PAGE, ssd_bytes=1 << 30, retention="segmented", idle_seconds=5.0,
+            write_delay_seconds=0.0,
+        )
+    )  # fmt: skip
+    disk = FakeDisk(core)
+    put(core, 1)
+    read(core, 1)
+    disk.settle()
+    entry = entry_of(core, 1)
+    assert entry is not None
+    assert entry.priority > PROTECTED_PRIORITY
+    core.advance(30.0)
+    assert entry.memory is None
+    assert entry.priority == entry.used < PROTECTED_PRIORITY
+
+
+def test_the_cost_of_an_entry_is_the_prefix_that_ends_there() -> None:
+    """E3: a snapshot saves what lies before it, an object stands for itself."""
+    space = Namespace("n", b"", Schema())
+    segment = Segment(
+        "s", space, ImageSpec(ImageKind.SEGMENT, 5, 9), 0, token_array([1, 2, 3, 4]), 5
+    )
+    snapshot = Checkpoint("c", space, ImageSpec(ImageKind.CHECKPOINT, 7, 7), 0)
+    single = ObjectEntry("o", space, ImageSpec(ImageKind.OBJECT), 0, "key")
+    assert [prefix_length(entry) for entry in (segment, snapshot, single)] == [9, 7, 1]

@@ -17,6 +17,7 @@ from prefixcached.actors.storage_format import (
     DESCRIPTION_CHECKSUM_KEY,
     DESCRIPTION_KEY,
     LENGTH_BYTES,
+    MAX_HEADER_BYTES,
     TOKENS_NAME,
     DamagedFile,
     ForeignFile,
@@ -35,8 +36,10 @@ from prefixcached.actors.storage_format import (
 )
 from prefixcached.protocol.errors import SchemaError
 from prefixcached.protocol.image import (
+    Extent,
     ImageKind,
     ImageSpec,
+    Layout,
     StateTensor,
     WindowRows,
     layout,
@@ -304,3 +307,88 @@ def test_large_tables_fit() -> None:
     description, found = decode_header(data, schema, len(data) + image.nbytes + 4)
     assert found == image
     assert description.data_bytes == image.nbytes
+
+
+def test_a_header_takes_no_more_pages_than_it_needs() -> None:
+    """D5: the padding before the data is less than one page."""
+    long = sample(ImageSpec(ImageKind.OBJECT, metadata=bytes(3 * DATA_ALIGNMENT)), None)
+    for one in (*every_kind(), long):
+        data = encoded(one)
+        assert len(data) - len(data.rstrip(b" ")) < DATA_ALIGNMENT
+
+
+@pytest.mark.parametrize(
+    ("data_offset", "is_possible"),
+    [
+        (0, True),
+        (DATA_ALIGNMENT, True),
+        (4 * DATA_ALIGNMENT, True),
+        (5 * DATA_ALIGNMENT, False),
+        (DATA_ALIGNMENT + 1, False),
+        (DATA_ALIGNMENT - 1, False),
+        (MAX_HEADER_BYTES, False),
+    ],
+)
+def test_a_header_ends_at_a_page_within_its_file(data_offset: int, is_possible: bool) -> None:
+    """D3: a length that no header of this format has is refused before anything is read for it."""
+    start = struct.pack("<Q", (data_offset - LENGTH_BYTES) % (1 << 64))
+    if data_offset == 0:
+        with pytest.raises(DamagedFile, match="impossible"):
+            header_bytes(start, 4 * DATA_ALIGNMENT)
+    elif is_possible:
+        assert header_bytes(start, 4 * DATA_ALIGNMENT) == data_offset
+    else:
+        with pytest.raises(DamagedFile, match="impossible"):
+            header_bytes(start, 4 * DATA_ALIGNMENT)
+
+
+def test_the_largest_header_is_read_where_the_file_has_room() -> None:
+    """D3: the bound of a header is one of the format, whatever the file's size."""
+    for data_offset, is_possible in (
+        (MAX_HEADER_BYTES, True),
+        (MAX_HEADER_BYTES + DATA_ALIGNMENT, False),
+    ):
+        start = struct.pack("<Q", data_offset - LENGTH_BYTES)
+        if is_possible:
+            assert header_bytes(start, 1 << 40) == data_offset
+        else:
+            with pytest.raises(DamagedFile, match="impossible"):
+                header_bytes(start, 1 << 40)
+    for length in range(LENGTH_BYTES):
+        with pytest.raises(DamagedFile, match="ends within"):
+            header_bytes(bytes(length), 1 << 40)
+
+
+def test_a_header_that_is_cut_or_longer_than_it_says_is_damage() -> None:
+    """D3: the description is read from exactly the bytes before the data."""
+    one = segment()
+    data = whole_file(one)
+    start = encoded(one)
+    for wrong in (start[:-1], start + b" "):
+        with pytest.raises(DamagedFile, match=f"{len(wrong)} bytes of a header"):
+            decode_description(wrong, len(data))
+
+
+def test_a_description_that_its_schema_denies_is_damage() -> None:
+    """C3: windows that the schema does not have make no layout."""
+    one = segment()
+    lying = msgspec.structs.replace(
+        one.header, spec=msgspec.structs.replace(one.header.spec, windows=(WindowRows(),))
+    )
+    start = encode_header(lying, layout(PLAIN, one.header.spec), len(one.tokens) // 4)
+    with pytest.raises(DamagedFile, match="contradicts its schema"):
+        decode_header(start, PLAIN, len(start) + len(one.data) + len(one.tokens))
+
+
+@pytest.mark.parametrize(
+    ("names", "complaint"),
+    [(("x", "x"), "'x' is reserved or appears twice"), (("__metadata__",), "reserved")],
+)
+def test_names_that_a_file_cannot_hold_are_not_written(
+    names: tuple[str, ...], complaint: str
+) -> None:
+    """D1: two tensors of one name would be one tensor to every tool."""
+    extents = tuple(Extent(name, "U8", (1,), n, 1) for n, name in enumerate(names))
+    header = sample(ImageSpec(ImageKind.OBJECT), None).header
+    with pytest.raises(SchemaError, match=complaint):
+        encode_header(header, Layout(extents, len(names)), 0)

@@ -413,3 +413,18 @@ def test_waiting_takes_hear_of_a_put_that_is_declined_after_waiting() -> None:
     core.advance(0.2)
     assert isinstance(offer.reply, wire.Declined)
     assert isinstance(waiting.reply, wire.Miss)
+
+
+def test_nobody_ends_or_uses_the_lease_of_another() -> None:
+    """L1: ids belong to their session, whichever of two came first."""
+    core = Core()
+    clients = [Client(core, session) for session in (1, 2, 3)]
+    clients[0].store(sequence(20))
+    hit = clients[1].hit(sequence(21))
+    for other in (clients[0], clients[2]):
+        other.release(hit)
+        reply = core.call(other.session, wire.Fetch(of=hit.lease, first=0)).reply
+        assert isinstance(reply, wire.Failed)
+    assert core.statistics().leases == 1
+    clients[1].release(hit)
+    assert core.statistics().leases == 0

@@ -89,6 +89,26 @@ def test_what_would_make_a_walk_ambiguous_is_refused(
         tree.attach(segment(namespace, tokens, start), parent)
 
 
+def test_nothing_attaches_before_what_it_hangs_on_begins() -> None:
+    """A child and a checkpoint lie behind the first token of their segment, never before it."""
+    namespace = new_namespace()
+    top = segment(namespace, (1, 2, 3), 0, "top")
+    middle = segment(namespace, (4, 5, 6), 3, "middle")
+    tree.attach(top, namespace.root)
+    tree.attach(middle, top)
+    for start in (1, 2, 3):
+        with pytest.raises(ValueError, match="cannot attach"):
+            tree.attach(segment(namespace, (9,), start), middle)
+    for position in (2, 3):
+        early = Checkpoint("e", namespace, ImageSpec(ImageKind.CHECKPOINT, position, position), 0)
+        with pytest.raises(ValueError, match="not of"):
+            tree.attach_checkpoint(early, middle)
+    tree.attach(segment(namespace, (9,), 4), middle)
+    tree.attach(segment(namespace, (9,), 6), middle)
+    assert tree.walk(namespace.root, token_array((1, 2, 3, 4, 9))).matched == 5
+    assert tree.walk(namespace.root, token_array((1, 2, 3, 4, 5, 6, 9))).matched == 7
+
+
 def test_cutting_a_path_drops_segments_that_start_behind() -> None:
     """A path cut at P uses only segments that start before P, and none beyond it."""
     namespace = new_namespace()

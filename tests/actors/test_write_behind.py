@@ -454,3 +454,65 @@ def test_deletions_follow_children_first() -> None:
     disk.accept()
     paths = [e.message.path for e in disk.writer if isinstance(e.message, DeleteFile)]
     assert [disk.files[path].entry.header.spec.end for path in paths] == [15, 10, 5]
+
+
+def test_the_backlog_counts_what_waits_and_what_is_written() -> None:
+    """C5: the history shows how far the writer is behind."""
+    core, disk, client = two_tiers()
+    assert core.writes.backlog == core.writes.queued == 0
+    for salt in range(3):
+        client.store(sequence(10, salt))
+    assert core.writes.backlog == core.writes.queued == 3
+    core.advance(1.0)
+    disk.step()
+    assert core.writes.backlog == core.writes.queued == 2
+    disk.settle()
+    assert core.writes.backlog == 0
+
+
+def test_one_write_follows_the_other_without_a_clock() -> None:
+    """E4: the next image is handed over as soon as the writer is free."""
+    core, disk, client = two_tiers(write_delay_seconds=0.0)
+    for salt in range(3):
+        client.store(sequence(10, salt))
+    for _ in range(3):
+        assert orders(disk) == ["WriteImage"]
+        disk.step()
+    assert orders(disk) == []
+    assert core.writes.written == 3
+    assert core.writes.written_bytes == sum(f.entry.allocated_bytes for f in disk.files.values())
+
+
+def test_a_file_says_all_that_a_restart_needs() -> None:
+    """D1: minimum, parent and position stand in the header; a snapshot has no minimum."""
+    core, disk, client = two_tiers(write_delay_seconds=0.0)
+    client.store(sequence(20), "hybrid/a", state=True, minimum=12)
+    client.store(sequence(30), "hybrid/a", attachments=b"{}", minimum=25)
+    disk.settle()
+    headers = sorted(
+        (f.entry.header for f in disk.files.values()), key=lambda h: (h.kind, h.spec.end)
+    )
+    first = next(h for h in headers if h.kind == "segment" and h.spec.end == 20)
+    assert [
+        (h.kind, h.position, h.spec.end, h.minimum, h.attachments, h.parent) for h in headers
+    ] == [
+        ("checkpoint", 20, 20, 0, False, first.id),
+        ("checkpoint", 30, 30, 0, True, headers[3].id),
+        ("segment", 0, 20, 12, False, ""),
+        ("segment", 20, 30, 25, False, first.id),
+    ]
+    assert len(core.index.entries) == 4
+
+
+def test_under_second_hit_an_image_is_written_when_it_was_hit() -> None:
+    """D6: what nobody asked for again is not written, and no flush calls that a failure."""
+    core, disk, client = two_tiers(write_delay_seconds=0.0, write_policy="second-hit")
+    client.store(sequence(10))
+    slot = client.flush()
+    disk.settle()
+    assert slot.reply == wire.Flushed(written=0, skipped=1, failed=0)
+    for _ in range(3):
+        client.reuse(sequence(11))
+        core.advance(1.0)
+    disk.settle()
+    assert len(disk.files) == 1

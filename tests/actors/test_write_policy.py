@@ -167,3 +167,18 @@ def test_pauses_grow_to_their_bound() -> None:
     assert [back_off.failed(10.0) for _ in range(5)] == [11.0, 12.0, 14.0, 15.0, 15.0]
     back_off.succeeded()
     assert back_off.failed(0.0) == 1.0
+
+
+def test_a_clear_follows_the_last_deletion_wherever_it_stands() -> None:
+    """D11: files that were to be deleted are reported as deleted, not as trash."""
+    queue = WriteQueue()
+    first, second, clear = delete("x"), delete("y"), ClearNamespace("a", 1)
+    queue.add_delete(first)
+    queue.add_write(write(1, "b"), not_before=0.0)
+    queue.add_delete(second)
+    queue.add_write(write(2, "b"), not_before=0.0)
+    queue.add_clear(Envelope(clear), "a")
+    order = [queue.next(0.0) for _ in range(5)]
+    assert [order[0], order[2]] == [first, second]
+    assert order[3] is not None
+    assert order[3].message is clear

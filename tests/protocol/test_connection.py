@@ -191,6 +191,25 @@ def test_an_end_between_messages_is_in_good_order() -> None:
     assert pair.daemon.next_event() is pair.client.next_event() is CLOSED
 
 
+def test_who_leaves_without_a_byte_leaves_in_good_order() -> None:
+    """L1: a connection that nobody used is over, without an error."""
+    connection = Connection(Role.DAEMON)
+    assert not connection.has_partial_frame
+    connection.receive_eof()
+    assert connection.next_event() is CLOSED
+    assert connection.state is State.CLOSED
+
+
+def test_after_the_end_nothing_is_sent() -> None:
+    """L1: to a peer that is gone, each side's own message is the caller's mistake."""
+    pair = pending(m.Status())
+    pair.daemon.receive_eof()
+    assert pair.daemon.next_event() is CLOSED
+    assert pair.daemon.state is State.CLOSED
+    with pytest.raises(LocalProtocolError, match="is closed"):
+        pair.daemon.send(m.StatusReport(report={}))
+
+
 def test_an_end_instead_of_a_reply_is_an_error() -> None:
     """A daemon that goes away during a request leaves its client an error, not silence."""
     pair = pending(m.Status())
@@ -339,6 +358,19 @@ def test_surplus_and_missing_descriptors_are_errors(sent: list[int]) -> None:
     assert pair.client.take_unclaimed() == []
 
 
+def test_descriptors_of_a_frame_that_has_begun_are_judged_with_it() -> None:
+    """C3: what arrives beside the first byte of the next frame is not this frame's surplus."""
+    pair = pending(TAKE)
+    data = pair.daemon.send(HIT, 1) + encode(FAILED)
+    pair.client.receive(data[:-1], [8, 7])
+    assert pair.client.next_event() == Received(HIT, [8])
+    assert pair.client.next_event() is NEED_DATA
+    pair.client.receive(data[-1:])
+    with pytest.raises(RemoteProtocolError, match="declared 0 descriptors and sent 1"):
+        pair.client.next_event()
+    assert pair.client.take_unclaimed() == [7]
+
+
 def test_descriptors_without_a_frame_are_an_error() -> None:
     """C3: nothing claims them, so the caller closes them."""
     pair = greeted()
@@ -370,6 +402,7 @@ def test_a_declaration_without_descriptors_is_refused_too() -> None:
     ("request_", "reply", "count", "legal"),
     [
         (TAKE, HIT, 0, True),
+        (TAKE, HIT, 1, True),
         (TAKE, HIT, 2, True),
         (TAKE, HIT, 3, False),
         (TAKE, m.Miss(reason="empty"), 1, False),

@@ -76,6 +76,21 @@ def test_byte_by_byte_gives_the_same_replies() -> None:
     assert [frame.message for frame in frames] == list(REPLIES)
 
 
+def test_what_no_frame_has_used_is_counted() -> None:
+    """L4: a session knows how much of a frame is still outstanding."""
+    decoder = FrameDecoder("request")
+    assert decoder.buffered_bytes == 0
+    one = encode(messages.Status())
+    decoder.feed(one + one + one[:5])
+    assert decoder.buffered_bytes == 2 * len(one) + 5
+    assert decoder.next_frame() == Frame(messages.Status(), 0)
+    assert decoder.buffered_bytes == len(one) + 5
+    decoder.feed(one[5:])
+    assert decoder.buffered_bytes == 2 * len(one)
+    assert len(drain(decoder)) == 2
+    assert decoder.buffered_bytes == 0
+
+
 @given(data=st.binary(max_size=200), side=st.sampled_from(SIDES))
 def test_garbage_is_refused_or_incomplete(data: bytes, side: Side) -> None:
     """C3: no bytes raise anything but RemoteProtocolError."""
@@ -153,6 +168,48 @@ def test_a_wrong_header_is_refused_before_its_body(header: bytes, complaint: str
     decoder.feed(header)
     with pytest.raises(RemoteProtocolError, match=complaint):
         decoder.next_frame()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(bytes([code]) for code in (0x00, 0x7F, 0xC0, 0xC2, 0xC3, 0xE0, 0xFF)),
+        b"\xcc\xff", b"\xcd\xff\xff", b"\xce" + b"\xff" * 4, b"\xcf" + b"\xff" * 8,
+        b"\xd0\x80", b"\xd1\x80\x00", b"\xd2\x80" + bytes(3), b"\xd3\x80" + bytes(7),
+        b"\xca\x3f\x80\x00\x00", b"\xcb\x3f\xf0" + bytes(6),
+        b"\xa0", b"\xa1x", b"\xbf" + b"x" * 31,
+        b"\xd9\x02xx", b"\xda\x01\x00" + b"x" * 256, b"\xdb\x00\x01\x00\x00" + b"x" * 65536,
+        b"\xc4\x02xx", b"\xc5\x01\x00" + bytes(256), b"\xc6\x00\x01\x00\x00" + bytes(65536),
+        b"\x90", b"\x91\x01", b"\x9f" + bytes(15),
+        b"\xdc\x00\x02\x01\x02", b"\xdc\x01\x00" + bytes(256), b"\xdd\x00\x00\x00\x02\x01\x02",
+        b"\x80", b"\x81\xa1x\x01", b"\x8f" + b"".join(bytes([0xA1, 97 + i, i]) for i in range(15)),
+        b"\xde\x00\x01\xa1x\x01", b"\xdf\x00\x00\x00\x01\xa1x\x01",
+        b"\x92\x92\x01\x81\xa1x\x90\xa1y",
+    ],
+    ids=lambda value: value[:4].hex(),
+)  # fmt: skip
+def test_a_body_is_exactly_one_value_of_each_form_that_msgpack_has(value: bytes) -> None:
+    """C3: wherever a value ends, the body ends: no byte is missing and none is left over."""
+    body = b"\x82\xa4type\xa6status\xa1x" + value
+    assert decode_all(frame(body), "request") == [Frame(messages.Status(), 0)]
+    assert decode_all(frame(body + b"\xc0"), "request") is None
+    assert decode_all(frame(body[:-1]), "request") is None
+
+
+@pytest.mark.parametrize("code", [0xC1, *range(0xC7, 0xCA), *range(0xD4, 0xD9)])
+def test_extension_types_are_refused(code: int) -> None:
+    """C3: what no message uses reaches no decoder, however much follows it."""
+    body = b"\x82\xa4type\xa6status\xa1x" + bytes([code])
+    for length in range(40):
+        assert decode_all(frame(body + bytes(length)), "request") is None
+
+
+def test_as_many_values_as_the_limit_are_accepted() -> None:
+    """C3: the number of values is bounded where docs/protocol.md says, keys and containers too."""
+    inner = limits.MAX_VALUES - 5  # two maps and arrays, two names and the type
+    for count, is_legal in ((inner, True), (inner + 1, False)):
+        body = b"\x82\xa4type\xa6status\xa1x\xdd" + count.to_bytes(4, "big") + b"\xc0" * count
+        assert (decode_all(frame(body), "request") is not None) is is_legal
 
 
 @pytest.mark.parametrize("depth", [limits.MAX_NESTING, 1000, 5_000_000])

@@ -125,7 +125,13 @@ OFFER = plain(messages.Offer(namespace="n", tokens=TOKENS, schema=b"s", checkpoi
         {"type": "release", "lease": 1.0},
         {"type": "hello", "version": [1]},
         {"type": "hello", "version": [1, 0], "capabilities": ["x"] * 65},
-        {"type": "clear", "namespace": "é" * limits.MAX_NAMESPACE_BYTES},
+        {"type": "clear", "namespace": "é" * (limits.MAX_NAMESPACE_BYTES // 2 + 1)},
+        {"type": "take-object", "namespace": "n", "key": "é" * (limits.MAX_KEY_BYTES // 2 + 1)},
+        {"type": "take-object", "namespace": "é" * 257, "key": "k"},
+        {"type": "close-label", "label": "é" * (limits.MAX_LABEL_BYTES // 2 + 1)},
+        {"type": "peek", "namespace": "é" * 257, "tokens": TOKENS},
+        {"type": "contains", "namespace": "n", "tokens": TOKENS + b"x"},
+        {"type": "prefetch", "namespace": "n", "tokens": TOKENS[:-1]},
         OFFER | {"schema": bytes(limits.MAX_SCHEMA_BYTES + 1)},
         OFFER | {"windows": [{"ranges": [[0, 1]] * 17}]},
         OFFER | {"checkpoint": OFFER["checkpoint"] | {"kind": "elsewhere"}},
@@ -143,6 +149,7 @@ def test_wrong_types_and_sizes_are_refused(body: dict[str, Any]) -> None:
     "message",
     [
         messages.Take(namespace="é" * 257, tokens=b""),
+        messages.Take(namespace="é" * 256 + "n", tokens=b""),
         messages.Take(namespace="n", tokens=b"abc"),
         messages.Take(namespace="n", tokens=bytes(4 * limits.MAX_TOKENS + 4)),
         messages.Peek(namespace="n" * 513, tokens=b""),
@@ -159,6 +166,18 @@ def test_what_the_peer_would_refuse_is_not_sent(message: Message) -> None:
     """The side that made the mistake is told, before any byte leaves."""
     with pytest.raises(LocalProtocolError):
         encode(message)
+
+
+@pytest.mark.parametrize("text", ["n" * 512, "é" * 256, "\U0001f600" * 128])
+def test_a_text_may_take_exactly_its_bytes(text: str) -> None:
+    """C2: the limit is one of UTF-8 bytes, in any script."""
+    for message in (
+        messages.Take(namespace=text, tokens=TOKENS, label=text),
+        messages.TakeObject(namespace=text, key=text),
+        messages.CloseLabel(label=text),
+        messages.Clear(namespace=text),
+    ):
+        assert decode(encode(message), "request") == message
 
 
 def test_the_largest_messages_fit_their_limits() -> None:

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from prefixcached.protocol.paths import MAX_SOCKET_PATH_BYTES, SOCKET_VARIABLE, socket_path
+from prefixcached.protocol.paths import (
+    MAX_SOCKET_PATH_BYTES,
+    SOCKET_VARIABLE,
+    log_file,
+    service_files,
+    socket_path,
+    start_lock,
+)
 
 
 def test_the_variable_names_the_socket(tmp_path: Path) -> None:
@@ -36,3 +43,46 @@ def test_linux_prefers_the_users_runtime_directory(tmp_path: Path) -> None:
     assert used == tmp_path / "prefixcached" / "prefixcached.sock"
     for unusable in ("relative", str(tmp_path / "missing")):
         assert socket_path({"XDG_RUNTIME_DIR": unusable}) == socket_path({})
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="macOS has no runtime directory")
+def test_a_job_without_the_variable_finds_the_same_daemon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job of cron or ssh looks where the system keeps a user's sockets, if that exists."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    runtime = Path(f"/run/user/{os.getuid()}")
+    found = runtime if runtime.is_dir() else tmp_path
+    assert socket_path({}) == found / "prefixcached" / "prefixcached.sock"
+
+
+def test_the_process_own_variables_count_where_none_are_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DESIGN 6: PREFIXCACHED_SOCKET in the environment is honoured."""
+    monkeypatch.setenv(SOCKET_VARIABLE, str(tmp_path / "here"))
+    assert socket_path() == tmp_path / "here"
+
+
+def test_whoever_starts_the_daemon_of_a_socket_locks_the_same_file(tmp_path: Path) -> None:
+    """Two clients that start one daemon must meet at one lock, beside the socket."""
+    lock = start_lock(tmp_path / "a.sock")
+    assert lock.parent == tmp_path
+    assert lock != start_lock(tmp_path / "b.sock")
+    assert lock == start_lock(tmp_path / "a.sock")
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="the paths of Linux")
+def test_files_lie_where_the_desktop_specification_wants_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log is state, a unit is configuration; both follow the user's variables."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    assert log_file() == tmp_path / "state/prefixcached/log/prefixcached.log"
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    agent, unit = service_files()
+    assert agent == tmp_path / "Library/LaunchAgents/org.prefixcached.daemon.plist"
+    assert unit == tmp_path / "config/systemd/user/prefixcached.socket"
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    assert service_files()[1] == tmp_path / ".config/systemd/user/prefixcached.socket"

@@ -49,7 +49,7 @@ ACTORS: Final = {
 OUTBOXES: Final = {"_ram_tier": "RamTier", "_ssd": "SsdTier", "_prefetcher": "Prefetcher"}
 """Attributes that lead to another actor's mailbox."""
 
-FORWARDERS: Final = {"daemon/trace/tracer.py"}
+FORWARDERS: Final = {"daemon/trace/tracer.py", "daemon/trace/followed_mailboxes.py"}
 """They pass on what an actor sent."""
 
 

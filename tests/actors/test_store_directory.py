@@ -1,0 +1,129 @@
+"""The state directory itself: whose it is, that it is there, and what is made durable (D7, D9)."""
+
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from prefixcached.actors.store_directory import (
+    QUARANTINE,
+    SEGMENTS,
+    TRASH,
+    Directory,
+    StoreInUseError,
+)
+from tests.support.filesystems import QuickFs
+
+PARTS = {SEGMENTS, QUARANTINE, TRASH}
+
+
+class RecordingFs(QuickFs):
+    """Notes which directories are synced; it can pretend that the volume is another one."""
+
+    def __init__(self) -> None:
+        self.synced: list[str] = []
+        self.is_unplugged = False
+
+    def barrier_directory(self, descriptor: int, *, drain: bool = False) -> None:
+        self.synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        super().barrier_directory(descriptor, drain=drain)
+
+    def status(self, descriptor: int) -> os.stat_result:
+        found = super().status(descriptor)
+        if not self.is_unplugged:
+            return found
+        fields = list(found)
+        fields[stat.ST_DEV] += 1
+        return os.stat_result(fields)
+
+
+@pytest.fixture
+def system() -> RecordingFs:
+    """A file system that the test can ask and unplug."""
+    return RecordingFs()
+
+
+@pytest.fixture
+def directory(tmp_path: Path, system: RecordingFs) -> Iterator[Directory]:
+    """A state directory that nobody has prepared."""
+    directory = Directory(tmp_path / "state", system)
+    yield directory
+    directory.close()
+
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="asks Linux for names")
+
+
+def test_what_is_made_is_made_durable_once(directory: Directory, system: RecordingFs) -> None:
+    """D2: the names of a new directory and of its parts survive a power loss."""
+    assert set(directory.prepare()) == PARTS
+    assert set(system.synced) == {os.path.dirname(directory.path), directory.path}
+    system.synced.clear()
+    assert directory.prepare() == ()
+    assert system.synced == []
+
+
+def test_a_part_that_was_deleted_is_made_again(directory: Directory, system: RecordingFs) -> None:
+    """D7: only what is missing is made, and said."""
+    directory.prepare()
+    system.synced.clear()
+    shutil.rmtree(Path(directory.path, SEGMENTS))
+    assert directory.prepare() == (SEGMENTS,)
+    assert system.synced == [directory.path]
+
+
+def test_parts_are_closed_to_others(directory: Directory) -> None:
+    """D9: an older, wider mode of a part is narrowed, also where everything else stands."""
+    directory.prepare()
+    for part in PARTS:
+        Path(directory.path, part).chmod(0o755)
+    directory.prepare()
+    for part in PARTS:
+        assert stat.S_IMODE(Path(directory.path, part).stat().st_mode) == 0o700
+
+
+def test_an_unplugged_volume_is_not_filled_at_its_mount_point(
+    directory: Directory, system: RecordingFs
+) -> None:
+    """D7: where another volume shows through, nothing is written."""
+    directory.prepare()
+    shutil.rmtree(directory.path)
+    system.is_unplugged = True
+    with pytest.raises(OSError, match="the volume of the state directory is gone") as caught:
+        directory.prepare()
+    assert caught.value.errno == errno.ENODEV
+    shutil.rmtree(directory.path)
+    system.is_unplugged = False
+    assert set(directory.prepare()) == PARTS
+
+
+def test_the_lock_is_taken_and_given_up(directory: Directory) -> None:
+    """D9: one daemon at a time; the next one follows at once, and so does the same one."""
+    directory.prepare()
+    other = Directory(directory.path, QuickFs())
+    with pytest.raises(StoreInUseError):
+        other.prepare()
+    other.close()
+    directory.close()
+    directory.close()
+    other.prepare()
+    with pytest.raises(StoreInUseError):
+        directory.prepare()
+    other.close()
+
+
+def test_a_lock_that_was_deleted_is_taken_anew(directory: Directory) -> None:
+    """D9: a lock on a file that has no name any more keeps nobody out."""
+    directory.prepare()
+    before = len(os.listdir("/proc/self/fd"))
+    Path(directory.path, "lock").unlink()
+    directory.prepare()
+    assert len(os.listdir("/proc/self/fd")) == before
+    other = Directory(directory.path, QuickFs())
+    with pytest.raises(StoreInUseError):
+        other.prepare()
+    other.close()
