@@ -91,7 +91,7 @@ class Starter:
             if _mentions(file, self._path):
                 return (
                     f"its service is installed ({file}) and stopped; "
-                    "run: prefixcached service start"
+                    "run: prefixcached service start, or uninstall to let clients start it"
                 )
         try:
             self._failure = self._start_once(deadline)

@@ -230,6 +230,12 @@ def check_service(socket: Path, config_file: Path | None) -> Iterator[Finding]:
         if not present:
             yield Finding("ok", "service", "none is installed")
             return
+        if reason := supervisor.absence():
+            yield Finding(
+                "warning", "service", f"{present[0]} is there, and {reason}",
+                "prefixcached service uninstall",
+            )  # fmt: skip
+            return
         loaded = supervisor.is_loaded()
         mismatches = supervisor.mismatches() if loaded else []
         expected = supervisor.render()

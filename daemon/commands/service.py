@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 
@@ -28,8 +28,15 @@ from prefixcached.daemon.service.systemd_units import SystemdUnits
 from prefixcached.daemon.socket_file import check_path
 from prefixcached.protocol.paths import log_file, start_lock
 
+OURS: Final = "prefixcached"
+"""Name of every directory that the product makes for itself alone."""
 
-@click.group(cls=CommandGroup, epilog="Example: prefixcached service install")
+
+@click.group(
+    cls=CommandGroup,
+    short_help="Run the daemon as a service of launchd or systemd.",
+    epilog="Example: prefixcached service install",
+)
 def service() -> None:
     """Run the daemon as a service: a LaunchAgent on macOS, systemd units on Linux.
 
@@ -47,7 +54,13 @@ def install(socket: Path, config_file: Path | None, *, resident: bool) -> None:
         check_path(socket.absolute())
         plan = make_plan(socket, config_file=config_file, is_resident=resident)
         _say(of_this_platform(plan).install())
-        _verify(plan)
+        try:
+            _verify(plan)
+        except ServiceError as error:
+            # Its log is what says why.
+            raise ServiceError(
+                f"{error}. It stays installed; to remove it: prefixcached service uninstall"
+            ) from error
 
 
 @service.command(epilog="Example: prefixcached service uninstall --purge")
@@ -62,10 +75,13 @@ def uninstall(socket: Path, config_file: Path | None, *, purge: bool) -> None:
         if purge:
             if running.is_locked(plan.lock_file):
                 raise ServiceError(
-                    f"a daemon still runs at {plan.socket}; end it (Ctrl-C where it was started), "
+                    f"a daemon still runs at {plan.socket}{running.how_to_end(plan.lock_file)}, "
                     "then run this again"
                 )
-            _say(f"removed {path}" for path in purge_paths(plan) if running.remove(path))
+            paths = purge_paths(plan)
+            _say(f"removed {path}" for path in paths if running.remove(path))
+            parents = dict.fromkeys(path.parent for path in paths if path.parent.name == OURS)
+            _say(f"removed {parent}" for parent in parents if running.remove_empty(parent))
 
 
 @service.command(epilog="Example: prefixcached service start")
@@ -107,7 +123,10 @@ def status(socket: Path) -> None:
         supervisor = of_this_platform(plan)
         installed = all(path.is_file() for path in supervisor.files)
         click.echo(f"installed  {'yes' if installed else 'no'}  {supervisor.files[0]}")
-        click.echo(f"loaded     {'yes' if supervisor.is_loaded() else 'no'}")
+        if reason := supervisor.absence():
+            click.echo(f"loaded     no: {reason}")
+        else:
+            click.echo(f"loaded     {'yes' if supervisor.is_loaded() else 'no'}")
         about = ask_about(plan.socket)
     click.echo(
         f"answers    yes  {plan.socket}  process {about['pid']}, version {about['version']}, "
@@ -126,9 +145,9 @@ def logs(socket: Path, lines: int, *, follow: bool) -> None:
         supervisor = of_this_platform(plan)
         if not any(path.is_file() for path in supervisor.files):
             raise ServiceError(f"no service is installed. {_where_others_log(plan.socket)}")
+        if reason := supervisor.log_refusal():
+            raise ServiceError(f"{reason}. {_where_others_log(plan.socket)}")
         command = supervisor.logs_command(lines, follow=follow)
-        if sys.platform == "darwin" and not plan.log_file.exists():
-            raise ServiceError(f"no log at {plan.log_file}: the service never ran")
     try:
         os.execvp(command[0], command)  # noqa: S606  (a list, and this process is done)
     except OSError as error:
@@ -161,12 +180,12 @@ def of_this_platform(plan: ServicePlan) -> Service:
 def purge_paths(plan: ServicePlan) -> list[Path]:
     """Return everything that the daemon may have left, its own directories and no others."""
     beside_socket = [plan.socket, plan.lock_file, start_lock(plan.socket)]
-    if plan.socket.parent.name == "prefixcached":
+    if plan.socket.parent.name == OURS:
         beside_socket = [plan.socket.parent]
     config_dir = plan.config_file.parent
-    config = [config_dir] if config_dir.name == "prefixcached" else [plan.config_file]
+    config = [config_dir] if config_dir.name == OURS else [plan.config_file]
     state = [plan.state_dir]
-    if plan.state_dir.name != "prefixcached":
+    if plan.state_dir.name != OURS:
         # A directory that the user named may hold other things.
         names = ("segments.noindex", "quarantine", "trash", "lock", "written.json")
         state = [plan.state_dir / name for name in names]

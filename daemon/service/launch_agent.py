@@ -87,6 +87,10 @@ class LaunchAgent:
         """See `plan.Service`."""
         return {self._plan.agent_file: render(self._plan)}
 
+    def absence(self) -> str:
+        """See `plan.Service`. launchd is always there."""
+        return ""
+
     def is_loaded(self) -> bool:
         """See `plan.Service`."""
         return self._loaded_domain(LABEL) is not None
@@ -106,9 +110,14 @@ class LaunchAgent:
         running.make_private(plan.log_dir)
         running.make_private(plan.state_dir)
         said = self.stop() if self.is_loaded() else []
-        if running.write_file(plan.agent_file, render(plan)):
-            said.append(f"wrote {plan.agent_file}")
-        return [*said, *self._load()]
+        before = running.contents_of(self.files)
+        try:
+            return [*said, *running.write_files(self.render()), *self._load()]
+        except ServiceError as error:
+            raise ServiceError(f"{error}; {running.restore(before)}") from error
+        except KeyboardInterrupt:
+            running.restore(before)
+            raise
 
     def uninstall(self) -> list[str]:
         """See `plan.Service`."""
@@ -172,6 +181,12 @@ class LaunchAgent:
             for name, value in expected.items()
             if name in said and said[name] != value
         ]
+
+    def log_refusal(self) -> str:
+        """See `plan.Service`."""
+        if self._plan.log_file.exists():
+            return ""
+        return f"no log at {self._plan.log_file}: the service never ran"
 
     def logs_command(self, lines: int, *, follow: bool) -> list[str]:
         """See `plan.Service`."""

@@ -90,12 +90,16 @@ class Service(Protocol):
         """What `install` would write."""
         ...
 
+    def absence(self) -> str:
+        """Why nothing can run it on this machine, for people; empty where something can."""
+        ...
+
     def is_loaded(self) -> bool:
         """Whether the supervisor knows it now."""
         ...
 
     def install(self) -> list[str]:
-        """Write its files and load it, again if it is."""
+        """Write its files and load it, again if it is; a failure leaves the files as they were."""
         ...
 
     def uninstall(self) -> list[str]:
@@ -112,6 +116,10 @@ class Service(Protocol):
 
     def mismatches(self) -> list[str]:
         """How what is loaded differs from the files, for people; a hint."""
+        ...
+
+    def log_refusal(self) -> str:
+        """Why there is no log to show, for people; empty where `logs_command` shows one."""
         ...
 
     def logs_command(self, lines: int, *, follow: bool) -> list[str]:

@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -26,8 +26,8 @@ PROGRAM_SECONDS: Final = 30.0
 Pause = Callable[[float], None]
 
 
-def run(command: Sequence[str]) -> tuple[int, str]:
-    """Run a program to its end; return its exit status and all that it said.
+def run(command: Sequence[str], environment: Mapping[str, str] | None = None) -> tuple[int, str]:
+    """Run a program to its end, by default in this environment; return its status and words.
 
     Raises:
         ServiceError: There is no such program, or it hangs.
@@ -41,6 +41,7 @@ def run(command: Sequence[str]) -> tuple[int, str]:
             text=True,
             errors="replace",
             timeout=PROGRAM_SECONDS,
+            env=environment,
             check=False,
         )
     except OSError as error:
@@ -67,6 +68,42 @@ def write_file(path: Path, content: bytes) -> bool:
     except OSError as error:
         raise ServiceError(f"cannot write {path}: {error.strerror}") from error
     return True
+
+
+def write_files(contents: Mapping[Path, bytes]) -> list[str]:
+    """`write_file` each; return a line for people on each that was written."""
+    return [f"wrote {path}" for path, content in contents.items() if write_file(path, content)]
+
+
+def contents_of(paths: Iterable[Path]) -> dict[Path, bytes | None]:
+    """Return what is in each file; None where there is none.
+
+    Raises:
+        ServiceError: One cannot be read.
+    """
+    try:
+        return {path: path.read_bytes() if path.is_file() else None for path in paths}
+    except OSError as error:
+        raise ServiceError(f"cannot read {error.filename}: {error.strerror}") from error
+
+
+def restore(contents: Mapping[Path, bytes | None]) -> str:
+    """Put back what `contents_of` found; return what that means, for people.
+
+    Raises:
+        ServiceError: A file cannot be written or removed.
+    """
+    for path, content in contents.items():
+        if content is None:
+            remove(path)
+        else:
+            write_file(path, content)
+    if all(content is None for content in contents.values()):
+        return "nothing of it stays installed"
+    return (
+        "its files are as they were and it is stopped; "
+        "run: prefixcached service start, or uninstall"
+    )
 
 
 def make_private(directory: Path) -> None:
@@ -99,6 +136,15 @@ def remove(path: Path) -> bool:
     return True
 
 
+def remove_empty(directory: Path) -> bool:
+    """Remove a directory in which nothing is; False if it stays."""
+    try:
+        directory.rmdir()
+    except OSError:
+        return False
+    return True
+
+
 def is_locked(lock_file: Path) -> bool:
     """Whether a daemon holds the lock: it lives, whatever its socket says."""
     try:
@@ -118,9 +164,20 @@ def refuse_outsider(plan: ServicePlan) -> None:
     """Raise ServiceError where a daemon that no service started has the socket."""
     if is_locked(plan.lock_file):
         raise ServiceError(
-            f"a daemon that is no service runs at {plan.socket}; end it first (Ctrl-C where it was "
-            "started, or SIGTERM)"
+            f"a daemon that is no service runs at {plan.socket}{how_to_end(plan.lock_file)}, "
+            "then run this again"
         )
+
+
+def how_to_end(lock_file: Path) -> str:
+    """Say which process holds the lock and how it ends, as the rest of a sentence."""
+    try:
+        text = lock_file.read_text(errors="replace").strip()
+    except OSError:
+        text = ""
+    # It stands there as soon as the lock is held, or an instant later.
+    process, pid = (f" (process {text})", text) if text.isdecimal() else ("", "PID")
+    return f"{process}; end it with `kill {pid}`, which lets it finish its writes"
 
 
 def wait_until_gone(lock_file: Path, pause: Pause = time.sleep) -> bool:

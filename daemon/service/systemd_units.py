@@ -1,10 +1,15 @@
 """The service on Linux: a user socket and service of systemd, spoken to through systemctl.
 
 The templates are deploy/systemd. The socket unit listens; the service starts with the first
-connection, or at login where the plan says so.
+connection, or at login where the plan says so. In a container or under WSL there may be no manager
+of the user's units: then nothing is installed, and what was is removed without it.
 """
 
+import os
+import shutil
 import time
+from collections.abc import Mapping
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from typing import Final
@@ -14,8 +19,23 @@ from prefixcached.daemon.service.plan import UNIT, ServiceError, ServicePlan
 from prefixcached.daemon.service.running import Pause
 
 SYSTEMCTL: Final = "systemctl"
+JOURNALCTL: Final = "journalctl"
 SOCKET_UNIT: Final = f"{UNIT}.socket"
 SERVICE_UNIT: Final = f"{UNIT}.service"
+
+WITHOUT_A_SERVICE: Final = (
+    "use `prefixcached serve`, or let clients start it (PREFIXCACHED_START=1)"
+)
+"""What to do where nothing can run a service."""
+
+_ENABLED: Final = (
+    Path("sockets.target.wants", SOCKET_UNIT),
+    Path("default.target.wants", SERVICE_UNIT),
+)
+"""The links in the directory of the units by which systemd knows that they are enabled."""
+
+_NO_JOURNAL: Final = "No journal files"
+"""How journalctl begins where it can read no journal; it ends with 0 all the same."""
 
 
 def render(plan: ServicePlan) -> dict[str, bytes]:
@@ -47,14 +67,21 @@ class SystemdUnits:
         plan: What to run and where.
         systemctl: The program; a test gives its own.
         pause: Waits between two looks.
+        runtime: Where the user's manager is to be found if the environment does not say.
     """
 
     def __init__(
-        self, plan: ServicePlan, *, systemctl: str = SYSTEMCTL, pause: Pause = time.sleep
+        self,
+        plan: ServicePlan,
+        *,
+        systemctl: str = SYSTEMCTL,
+        pause: Pause = time.sleep,
+        runtime: Path | None = None,
     ) -> None:
         self._plan = plan
         self._systemctl = systemctl
         self._pause = pause
+        self._runtime = runtime or Path(f"/run/user/{os.getuid()}")
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -65,6 +92,21 @@ class SystemdUnits:
         """See `plan.Service`."""
         return {self._plan.unit_dir / name: text for name, text in render(self._plan).items()}
 
+    def absence(self) -> str:
+        """See `plan.Service`.
+
+        Raises:
+            ServiceError: systemctl hangs: a manager may be there.
+        """
+        if shutil.which(self._systemctl) is None:
+            return f"no systemd user manager here ({self._systemctl} is not installed)"
+        # In a chroot systemctl may do nothing and end with 0.
+        status, text = self._call("show", "--property=Version")
+        if not status and "Version=" in text:
+            return ""
+        detail = text.splitlines()[-1] if text else f"systemctl ended with {status}"
+        return f"no systemd user manager here ({detail})"
+
     def is_loaded(self) -> bool:
         """See `plan.Service`."""
         return not self._call("is-active", "--quiet", SOCKET_UNIT)[0]
@@ -73,27 +115,31 @@ class SystemdUnits:
         """See `plan.Service`.
 
         Raises:
-            ServiceError: systemd refuses.
+            ServiceError: There is no systemd for users, or it refuses.
         """
+        self._require_manager()
         if not self.is_loaded():
             running.refuse_outsider(self._plan)
         said = self.stop() if self.is_loaded() else []
-        for path, content in self.render().items():
-            if running.write_file(path, content):
-                said.append(f"wrote {path}")
-        running.make_private(self._plan.socket.parent)
-        self._must("daemon-reload")
-        self._must("enable", "--now", SOCKET_UNIT)
-        if self._plan.is_resident:
-            self._must("enable", "--now", SERVICE_UNIT)
-        else:
-            self._call("disable", SERVICE_UNIT)
+        before = running.contents_of(self.files)
+        try:
+            said.extend(running.write_files(self.render()))
+            self._load()
+        except ServiceError as error:
+            raise ServiceError(f"{error}; {self._undo(before)}") from error
+        except KeyboardInterrupt:
+            self._undo(before)
+            raise
         return [*said, "loaded"]
 
     def uninstall(self) -> list[str]:
         """See `plan.Service`."""
         if not any(path.exists() for path in self.files):
             return ["not installed"]
+        if reason := self.absence():
+            links = [self._plan.unit_dir / link for link in _ENABLED]
+            paths = [*self.files, *links]
+            return [reason, *(f"removed {path}" for path in paths if running.remove(path))]
         said = self.stop()
         self._call("disable", SOCKET_UNIT, SERVICE_UNIT)
         said.extend(f"removed {path}" for path in self.files if running.remove(path))
@@ -108,11 +154,13 @@ class SystemdUnits:
         """
         if not all(path.is_file() for path in self.files):
             raise ServiceError("no service is installed; run: prefixcached service install")
+        self._require_manager()
         self._must("start", SOCKET_UNIT, SERVICE_UNIT)
         return ["started"]
 
     def stop(self) -> list[str]:
         """See `plan.Service`."""
+        self._require_manager()
         # The socket first: a connection meanwhile would start the service again.
         self._must("stop", SOCKET_UNIT, SERVICE_UNIT)
         running.wait_until_gone(self._plan.lock_file, self._pause)
@@ -125,12 +173,54 @@ class SystemdUnits:
             return ["systemd has older units loaded than the files say"]
         return []
 
+    def log_refusal(self) -> str:
+        """See `plan.Service`."""
+        if reason := self.absence():
+            return f"there is no journal: {reason}"
+        if shutil.which(JOURNALCTL) is None:
+            return f"there is no journal: {JOURNALCTL} is not installed"
+        _, text = running.run([JOURNALCTL, "--user", "--lines", "1", "--no-pager"])
+        return (
+            f"there is no journal: {text.splitlines()[0]}" if text.startswith(_NO_JOURNAL) else ""
+        )
+
     def logs_command(self, lines: int, *, follow: bool) -> list[str]:
         """See `plan.Service`."""
         return [
-            "journalctl", "--user", "--unit", SERVICE_UNIT, "--lines", str(lines),
+            JOURNALCTL, "--user", "--unit", SERVICE_UNIT, "--lines", str(lines),
             "--no-pager", *(["--follow"] if follow else []),
         ]  # fmt: skip
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _require_manager(self) -> None:
+        reason = self.absence()
+        if not reason:
+            return
+        # Left there they would keep clients from starting the daemon.
+        is_there = any(path.exists() for path in self.files)
+        first = "run `prefixcached service uninstall`, then " if is_there else ""
+        raise ServiceError(f"{reason}; {first}{WITHOUT_A_SERVICE}")
+
+    def _load(self) -> None:
+        running.make_private(self._plan.socket.parent)
+        self._must("daemon-reload")
+        self._must("enable", "--now", SOCKET_UNIT)
+        if self._plan.is_resident:
+            self._must("enable", "--now", SERVICE_UNIT)
+        else:
+            self._call("disable", SERVICE_UNIT)
+
+    def _undo(self, before: Mapping[Path, bytes | None]) -> str:
+        # `enable --now` may have enabled it and then failed to start it.
+        with suppress(ServiceError):
+            self._call("stop", SOCKET_UNIT, SERVICE_UNIT)
+            if all(content is None for content in before.values()):
+                self._call("disable", SOCKET_UNIT, SERVICE_UNIT)
+        outcome = running.restore(before)
+        with suppress(ServiceError):
+            self._call("daemon-reload")
+        return outcome
 
     def _must(self, *arguments: str) -> None:
         status, text = self._call(*arguments)
@@ -139,4 +229,8 @@ class SystemdUnits:
             raise ServiceError(f"systemctl --user {' '.join(arguments)} failed: {detail}")
 
     def _call(self, *arguments: str) -> tuple[int, str]:
-        return running.run([self._systemctl, "--user", *arguments])
+        environment = dict(os.environ)
+        # A job of cron or `su` has no variable, and the manager is there all the same.
+        if "XDG_RUNTIME_DIR" not in environment and self._runtime.is_dir():
+            environment["XDG_RUNTIME_DIR"] = str(self._runtime)
+        return running.run([self._systemctl, "--user", *arguments], environment)

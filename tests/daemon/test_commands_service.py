@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ shift # --user
 pid=$(cat "$0.pid" 2>/dev/null)
 case "$*" in
   is-active*) test -n "$pid"; exit $? ;;
+  "show --property=Version") echo Version=255 ;;
   "enable --now prefixcached.socket" | start*)
     setsid systemd-socket-activate -l "$SERVICE_SOCKET" -E HOME -E XDG_CACHE_HOME \\
       -E XDG_CONFIG_HOME -E PREFIXCACHED_RAM_BYTES -E PREFIXCACHED_SSD_BYTES \\
@@ -126,8 +127,99 @@ def test_a_purge_beside_a_running_daemon_is_refused(
     home["PREFIXCACHED_SOCKET"] = str(daemon.socket)
     shown = invoke("service", "uninstall", "--purge", environment=home)
     assert shown.exit_code == 1
-    assert "still runs" in shown.output
+    assert f"still runs at {daemon.socket} (process {daemon.pid})" in shown.output
+    assert f"`kill {daemon.pid}`" in shown.output
     assert daemon.is_running
+
+
+def test_a_purge_leaves_no_empty_directory_of_ours(
+    home: dict[str, str | None], directory: Path
+) -> None:
+    """The log's parent goes with it, unless something else is in it."""
+    ours = directory / "state" / "prefixcached"
+    (ours / "log").mkdir(parents=True)
+    other = ours / "other"
+    other.touch()
+    shown = invoke("service", "uninstall", "--purge", environment=home)
+    assert shown.exit_code == 0, shown.output
+    assert list(ours.iterdir()) == [other]
+    other.unlink()
+    shown = invoke("service", "uninstall", "--purge", environment=home)
+    assert f"removed {ours}\n" in shown.output
+    assert not ours.exists()
+    assert ours.parent.is_dir()
+
+
+def logs(home: Mapping[str, str | None], *options: str) -> tuple[int, str]:
+    """Show the log in a process of its own, since the command becomes journalctl; its end."""
+    environment = {name: value for name, value in home.items() if value is not None}
+    done = subprocess.run(
+        [sys.executable, "-m", "prefixcached.daemon.cli", "service", "logs", *options],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout
+
+
+NO_BUS = """#!/bin/sh
+echo "Failed to connect to bus: No medium found" >&2
+exit 1
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="systemd")
+def test_where_no_manager_answers_every_verb_says_what_to_do(
+    home: dict[str, str | None], directory: Path
+) -> None:
+    """A container: no file is left, and files from elsewhere are named and can be removed."""
+    tools = directory / "container"
+    tools.mkdir()
+    (tools / "systemctl").write_text(NO_BUS)
+    (tools / "systemctl").chmod(0o755)
+    home["PATH"] = f"{tools}:{home['PATH']}"
+    refused = invoke("service", "install", environment=home)
+    assert refused.exit_code == 1
+    assert "use `prefixcached serve`, or let clients start it" in refused.output
+    assert refused.output.count("\n") == 1
+    units = directory / "config" / "systemd" / "user"
+    assert not units.exists()
+
+    for purge in ([], ["--purge"]):
+        units.mkdir(parents=True, exist_ok=True)
+        for name in ("prefixcached.socket", "prefixcached.service"):
+            (units / name).write_text("")
+        assert "loaded     no: no systemd" in invoke("service", "status", environment=home).output
+        findings = json.loads(invoke("doctor", "--json", environment=home).output)["findings"]
+        (finding,) = [one for one in findings if one["what"] == "service"]
+        assert finding["fix"] == "prefixcached service uninstall"
+        code, said = logs(home, "--follow")
+        assert code == 1
+        assert "there is no journal: no systemd user manager here" in said
+        assert f"a client started logs to {directory / 'state'}" in said
+        removed = invoke("service", "uninstall", *purge, environment=home)
+        assert removed.exit_code == 0, removed.output
+        assert f"removed {units / 'prefixcached.socket'}\n" in removed.output
+        assert not list(units.iterdir())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="systemd")
+def test_logs_without_a_journal_say_so(home: dict[str, str | None], directory: Path) -> None:
+    """Journalctl would end with 0, and wait for ever with --follow."""
+    units = directory / "config" / "systemd" / "user"
+    units.mkdir(parents=True)
+    (units / "prefixcached.socket").write_text("")
+    journalctl = directory / "bin" / "journalctl"
+    journalctl.write_text("#!/bin/sh\necho No journal files were found.\n")
+    journalctl.chmod(0o755)
+    code, said = logs(home, "--follow")
+    assert code == 1
+    assert "there is no journal: No journal files were found" in said
+    journalctl.unlink()
+    (directory / "bin" / "systemctl").write_text("#!/bin/sh\necho Version=255\n")
+    home["PATH"] = str(directory / "bin") + ":" + str(Path(sys.executable).parent)
+    code, said = logs(home)
+    assert code == 1
+    assert "journalctl is not installed" in said
 
 
 @pytest.mark.parametrize(

@@ -240,6 +240,7 @@ def test_a_label_that_never_leaves_is_an_error(
     with pytest.raises(ServiceError, match="launchctl print"):
         agent.install()
     assert len(pauses) == 3
+    assert not any(path.exists() for path in agent.files)
 
 
 @pytest.mark.parametrize(("codes", "waits"), [([36, 36], 2), ([3], 0), ([125], 0), ([5], 1)])
@@ -258,6 +259,24 @@ def test_any_other_error_is_told(agent: LaunchAgent, launchd: Launchd) -> None:
     launchd.set(errors={"bootstrap": [78]})
     with pytest.raises(ServiceError, match="error 78"):
         agent.install()
+
+
+def test_an_install_that_fails_leaves_no_file(
+    agent: LaunchAgent, plan: ServicePlan, launchd: Launchd
+) -> None:
+    """It would keep clients from starting the daemon; one that stood there before stands again."""
+    launchd.set(errors={"bootstrap": [78]})
+    with pytest.raises(ServiceError, match="nothing of it stays installed"):
+        agent.install()
+    assert not plan.agent_file.exists()
+    agent.install()
+    older = plan.agent_file.read_bytes().replace(b"<integer>30<", b"<integer>20<")
+    plan.agent_file.write_bytes(older)
+    launchd.set(errors={"bootstrap": [78]})
+    with pytest.raises(ServiceError, match="its files are as they were and it is stopped"):
+        agent.install()
+    assert plan.agent_file.read_bytes() == older
+    assert agent.start()[-1] == "started"
 
 
 def test_homebrews_service_is_left_alone(
@@ -332,4 +351,8 @@ def test_a_loaded_job_that_differs_from_the_file_is_named(
 
 def test_logs_are_the_file_that_launchd_writes(agent: LaunchAgent, plan: ServicePlan) -> None:
     """Tail shows it, and follows it by name through a rotation."""
+    assert "the service never ran" in agent.log_refusal()
+    plan.log_dir.mkdir(parents=True)
+    plan.log_file.touch()
+    assert not agent.log_refusal()
     assert agent.logs_command(5, follow=True) == ["tail", "-n", "5", "-F", str(plan.log_file)]

@@ -15,10 +15,12 @@ shift # --user
 echo "$*" >> "$0.calls"
 case "$*" in
   is-active*) test -e "$0.active"; exit $? ;;
+  show*) test ! -e "$0.absent" && echo "Version=255"; echo "$XDG_RUNTIME_DIR" > "$0.runtime" ;;
   "enable --now prefixcached.socket" | start*) touch "$0.active" ;;
   stop*) rm -f "$0.active" ;;
 esac
-test ! -e "$0.broken"
+test -e "$0.absent" && echo "Failed to connect to bus: No medium found" && exit 1
+test ! -e "$0.broken" || test "$*" != "$(cat "$0.broken")"
 """
 
 
@@ -135,12 +137,92 @@ def test_what_systemd_refuses_is_told(units: SystemdUnits, systemctl: Path) -> N
     """With the command that failed; start before install says what to do."""
     with pytest.raises(ServiceError, match="service install"):
         units.start()
-    Path(f"{systemctl}.broken").touch()
+    Path(f"{systemctl}.broken").write_text("daemon-reload")
     with pytest.raises(ServiceError, match="daemon-reload failed"):
         units.install()
     missing = SystemdUnits(units._plan, systemctl="/nonexistent/systemctl")
-    with pytest.raises(ServiceError, match="cannot run"):
+    with pytest.raises(ServiceError, match="systemctl is not installed"):
         missing.stop()
+
+
+def test_where_no_manager_answers_nothing_is_installed(
+    units: SystemdUnits, plan: ServicePlan, systemctl: Path
+) -> None:
+    """It is asked before anything is written, and the error says what works instead."""
+    Path(f"{systemctl}.absent").touch()
+    for lacking in (units, SystemdUnits(plan, systemctl="/nonexistent/systemctl")):
+        with pytest.raises(ServiceError, match="no systemd user manager here") as refused:
+            lacking.install()
+        assert "`prefixcached serve`, or let clients start it" in str(refused.value)
+        assert "\n" not in str(refused.value)
+    assert not plan.unit_dir.exists()
+    assert not plan.socket.parent.exists()
+    assert set(calls(systemctl)) == {"show --property=Version"}
+
+
+def test_a_systemctl_that_does_nothing_is_no_manager(units: SystemdUnits, systemctl: Path) -> None:
+    """In a chroot it ignores what it is told and ends with 0."""
+    systemctl.write_text("#!/bin/sh\necho Running in chroot, ignoring command\n")
+    assert units.absence() == ("no systemd user manager here (Running in chroot, ignoring command)")
+
+
+def test_a_manager_is_found_without_the_variable(
+    plan: ServicePlan, systemctl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell of `su` lacks XDG_RUNTIME_DIR: what runs there must not pass for gone."""
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    units = SystemdUnits(plan, systemctl=str(systemctl), runtime=tmp_path)
+    assert not units.absence()
+    assert Path(f"{systemctl}.runtime").read_text() == f"{tmp_path}\n"
+
+
+@pytest.mark.parametrize("command", ["daemon-reload", "enable --now prefixcached.socket"])
+def test_an_install_that_fails_leaves_nothing(
+    units: SystemdUnits, systemctl: Path, command: str
+) -> None:
+    """Its files would keep clients from starting the daemon; systemd forgets it, too."""
+    Path(f"{systemctl}.broken").write_text(command)
+    with pytest.raises(ServiceError, match="nothing of it stays installed"):
+        units.install()
+    assert not any(path.exists() for path in units.files)
+    assert calls(systemctl)[-2:] == [
+        "disable prefixcached.socket prefixcached.service",
+        "daemon-reload",
+    ]
+    assert not units.is_loaded()
+
+
+def test_an_install_again_that_fails_puts_the_old_files_back(
+    units: SystemdUnits, systemctl: Path
+) -> None:
+    """What worked before can be started again, and the error says so."""
+    units.install()
+    older = b"[Socket]\n"
+    units.files[0].write_bytes(older)
+    Path(f"{systemctl}.broken").write_text("daemon-reload")
+    with pytest.raises(ServiceError, match="prefixcached service start"):
+        units.install()
+    assert units.files[0].read_bytes() == older
+    assert units.files[1].is_file()
+    assert "disable prefixcached.socket prefixcached.service" not in calls(systemctl)
+
+
+def test_uninstall_needs_no_manager(
+    units: SystemdUnits, plan: ServicePlan, systemctl: Path
+) -> None:
+    """Nothing runs without one: files and links are removed and named; start points to it."""
+    units.install()
+    link = plan.unit_dir / "sockets.target.wants" / "prefixcached.socket"
+    link.parent.mkdir()
+    link.symlink_to(units.files[0])
+    Path(f"{systemctl}.absent").touch()
+    with pytest.raises(ServiceError, match="run `prefixcached service uninstall`"):
+        units.start()
+    said = units.uninstall()
+    assert said[0].startswith("no systemd user manager here")
+    assert said[1:] == [f"removed {path}" for path in (*units.files, link)]
+    assert not any(path.exists() for path in units.files)
+    assert not link.is_symlink()
 
 
 def test_logs_are_in_the_journal(units: SystemdUnits) -> None:
