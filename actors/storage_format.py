@@ -108,9 +108,12 @@ def schema_name(digest: str) -> str:
     """Return the file name of a schema. Its name is its checksum.
 
     Raises:
-        ValueError: The digest is none; as part of a path it could lead out of the directory.
+        DamagedFile: The digest, which a file may say, is none; as part of a path it could lead out
+            of the directory.
     """
-    return f"{_plain_name(digest)}.schema"
+    if not _PLAIN_NAME.fullmatch(digest):
+        raise DamagedFile(f"{digest!r} is no digest of a schema")
+    return f"{digest}.schema"
 
 
 def parse_schema_name(name: str) -> str | None:
@@ -126,13 +129,9 @@ def file_name(id: str, kind: ImageKind) -> str:  # noqa: A002  (the field's name
         ValueError: The id is not 32 hex digits; as part of a path it could lead out of the
             directory.
     """
-    return f"{_plain_name(id)}.{kind.value}.safetensors"
-
-
-def _plain_name(name: str) -> str:
-    if not _PLAIN_NAME.fullmatch(name):
-        raise ValueError(f"{name!r} names no file: 32 lower-case hex digits do")
-    return name
+    if not _PLAIN_NAME.fullmatch(id):
+        raise ValueError(f"{id!r} names no file: 32 lower-case hex digits do")
+    return f"{id}.{kind.value}.safetensors"
 
 
 def parse_file_name(name: str) -> tuple[str, ImageKind] | None:

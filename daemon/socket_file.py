@@ -9,6 +9,7 @@ import fcntl
 import os
 import socket
 import stat
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -68,8 +69,10 @@ class InstanceLock:
                 f"another prefixcached (process {holder}) holds {self._path}; stop it first, or "
                 "use --socket for a second one"
             ) from error
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+        # For people alone: a full disk must not keep the daemon from serving out of RAM.
+        with suppress(OSError):
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
         return self
 
     def __exit__(

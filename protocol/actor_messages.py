@@ -28,7 +28,7 @@ class FileHeader(msgspec.Struct, frozen=True):
     """
 
     format: int
-    id: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+    id: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
     kind: ImageKind
     namespace: Annotated[str, msgspec.Meta(max_length=limits.MAX_NAMESPACE_BYTES)]
     spec: ImageSpec

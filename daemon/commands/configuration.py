@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from prefixcached.daemon import config, options
-from prefixcached.daemon.commands.common import socket_option, terminal
+from prefixcached.daemon.commands.common import plain, say, socket_option, terminal
 from prefixcached.daemon.commands.option_flags import OTHERS, option_flags, settings
 from prefixcached.daemon.sizes import bytes_text
 from prefixcached.protocol.paths import SOCKET_VARIABLE
@@ -81,6 +81,7 @@ def _file(config_file: Path | None) -> Path:
 def _print(rows: list[dict[str, Any]], config_file: Path | None) -> None:
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=box.SIMPLE)
     for column in ("key", "value", "from"):
@@ -90,7 +91,7 @@ def _print(rows: list[dict[str, Any]], config_file: Path | None) -> None:
         shown = f"{used:g}" if isinstance(used, float) else str(used if value is None else value)
         if row["key"].endswith("_bytes") and not shown.isdigit():
             shown = f"{shown} = {bytes_text(used)}"
-        table.add_row(row["key"], shown, row["source"])
+        table.add_row(row["key"], Text(plain(shown)), Text(plain(row["source"])))
     terminal().print(table)
     file = _file(config_file)
-    click.echo(f"configuration file: {file}{'' if file.exists() else ' (not there)'}")
+    say(f"configuration file: {file}{'' if file.exists() else ' (not there)'}")

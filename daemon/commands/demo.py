@@ -22,7 +22,8 @@ import click
 import msgspec
 
 from prefixcached.daemon.commands.asking import asking
-from prefixcached.daemon.commands.common import counted
+from prefixcached.daemon.commands.common import counted, plain
+from prefixcached.daemon.commands.leaving import leaving_cleanly
 from prefixcached.protocol.messages import List
 from prefixcached.protocol.paths import SOCKET_VARIABLE
 
@@ -64,7 +65,10 @@ class DemoFailure(click.ClickException):
     """The demonstration did not show what it promises."""
 
 
-@click.command(epilog="Example: prefixcached demo --model-dir ~/.cache/smollm2")
+@click.command(
+    short_help="Show processes share a system prompt, with a real model.",
+    epilog="Example: prefixcached demo --model-dir ~/.cache/smollm2",
+)
 @click.option(
     "--model-dir",
     type=click.Path(path_type=Path, file_okay=False),
@@ -91,6 +95,7 @@ def demo(model_dir: Path | None, max_tokens: int, keep: bool, as_json: bool) -> 
 
     console = Console(stderr=as_json)
     with ExitStack() as stack:
+        stack.enter_context(leaving_cleanly())
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pfxc-demo-")))
         try:
             model = _prepare(model_dir or home / "model", console)
@@ -109,7 +114,7 @@ def _prepare(folder: Path, console: "Console") -> Path:
 
     from prefixcached.client.demo_model import MODEL_NAME, prepare
 
-    console.print(f"Preparing {MODEL_NAME} in {folder}")
+    console.print(f"Preparing {MODEL_NAME} in {folder}", markup=False)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("Dequantising", total=None)
         return prepare(
@@ -180,8 +185,9 @@ def _share(
 def _keep(socket: Path, console: "Console") -> None:
     """Let people look at the daemon with other commands."""
     console.print(
-        f"Look at it from another terminal: {SOCKET_VARIABLE}={socket} prefixcached dashboard "
+        f"Look at it from another terminal: {SOCKET_VARIABLE}={socket} {sys.argv[0]} dashboard "
         "(or top, status, ls). Enter ends it.",
+        markup=False,
         soft_wrap=True,
     )
     sys.stdin.readline()
@@ -226,6 +232,7 @@ def _check(report: dict[str, Any]) -> None:
 
 def _print(report: dict[str, Any], console: "Console") -> None:
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(title="One system prompt, four processes", title_justify="left")
     for column in ("process", "prompt tokens", "reused tokens", "seconds to first token"):
@@ -237,7 +244,7 @@ def _print(report: dict[str, Any], console: "Console") -> None:
             str(len(answer["prompt"])),
             str(answer["reused"]),
             f"{answer['seconds_to_first_token']:.2f}",
-            answer["text"],
+            Text(plain(" ".join(answer["text"].split()))),
         )
     console.print(table)
     ram = report["daemon"]["ram_tier"]

@@ -4,29 +4,24 @@ The daemon is a child of this process, in a temporary directory that is removed 
 traces as well, so that both sides of the comparison are measured alike.
 """
 
-import os
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from socket import AF_UNIX
-from socket import socket as Socket  # noqa: N812  (a path is called socket here)
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from prefixcached.daemon import options
 from prefixcached.daemon.command_group import WrongUsage
-from prefixcached.daemon.commands.common import counted, terminal, waiting_for
+from prefixcached.daemon.commands.common import counted, plain, terminal, waiting_for
+from prefixcached.daemon.commands.leaving import leaving_cleanly
 from prefixcached.daemon.commands.option_flags import OTHERS, option_flags
+from prefixcached.daemon.commands.replay_daemon import replay_daemon
 from prefixcached.daemon.commands.trace import opened
 from prefixcached.daemon.options import OptionError
 from prefixcached.daemon.sizes import bytes_text
-from prefixcached.protocol.paths import SOCKET_VARIABLE
 
 if TYPE_CHECKING:
     # `serve` imports this module as well, and stays small.
@@ -35,14 +30,9 @@ if TYPE_CHECKING:
     from prefixcached.daemon.trace.summary import Summary
     from prefixcached.daemon.trace.trace_file import Header, Record
 
-STOP_SECONDS: Final = 30.0
-"""For the daemon to write what is queued: it takes 15 s at most."""
-
-START_SECONDS: Final = 60.0
-"""For the daemon to start: it takes a second, and a loaded machine some."""
-
-POLL_SECONDS: Final = 0.02
-"""Between two attempts to connect to a daemon that starts."""
+MAX_OPTION_CHARACTERS: Final = 4096
+"""Of a recorded option, all of which are short. It goes to a process as an argument, and arguments
+have an end."""
 
 _OF_THE_REPLAY: Final = frozenset({"state_dir", "metrics_port"})
 """Options that name a place, which is not the recorded daemon's."""
@@ -60,7 +50,8 @@ NOTE_ON_TIME: Final = (
 
 
 @click.command(
-    epilog=f"{OTHERS}\n\nExample: prefixcached replay day.trace --ram-bytes 4GiB --retention lru"
+    short_help="Issue a trace's requests again with other options.",
+    epilog=f"{OTHERS}\n\nExample: prefixcached replay day.trace --ram-bytes 4GiB --retention lru",
 )
 @click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @option_flags
@@ -91,21 +82,29 @@ def replay(file: Path, config_file: Path | None, speed: float, as_json: bool, **
     from prefixcached.daemon.trace.summary import Tally, summarise
 
     recorded = Tally()
-    with (
-        tempfile.TemporaryDirectory(prefix="pfxc-replay-") as name,
-        opened(file) as (header, records),
-    ):
-        home = Path(name)
+    # The daemon and this process read as much of it, though it may still be written.
+    size = file.stat().st_size
+    with leaving_cleanly(), _directory() as home, opened(file, size) as (header, records):
         chosen = chosen_options(header, flags, config_file)
         follow, report = None if speed else file.absolute(), report_path(home / "trace")
-        with _daemon(home, chosen, follow) as socket, waiting_for("Replaying"):
-            replayer = Replayer(socket, speed, lambda: follow is not None and not report.exists())
+        with replay_daemon(home, chosen, follow, size) as daemon, waiting_for("Replaying"):
+            replayer = Replayer(
+                daemon.socket, speed, lambda: follow is not None and not report.exists()
+            )  # fmt: skip
             try:
                 trio.run(replayer.run, steps_of(_counted(records, recorded)))
             except ReplayFailedError as error:
-                raise click.ClickException(f"{error}\n{_log(home)}") from error
+                reason = daemon.trace_failure
+                raise click.ClickException(
+                    _cut(home, reason) if reason else f"{plain(str(error))}\n{daemon.last_words()}"
+                ) from error
         with opened(home / "trace") as (_, own):
             replayed = summarise(own)
+        reason = daemon.trace_failure
+        if not reason and replayed.left_out:
+            reason = f"{counted(replayed.left_out, 'message')} could not be written in time"
+        if reason:
+            raise click.ClickException(_cut(home, reason))
         followed = msgspec.json.decode(report.read_bytes(), type=Followed) if follow else None
     before = recorded.summary()
     if as_json:
@@ -119,6 +118,25 @@ def replay(file: Path, config_file: Path | None, speed: float, as_json: bool, **
         click.echo(msgspec.json.format(msgspec.json.encode(result), indent=2))
     else:
         _print(before, replayed, replayer.comparison, followed)
+
+
+@contextmanager
+def _directory() -> Iterator[Path]:
+    """A directory for the block; what cannot be done there is not the trace's fault."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="pfxc-replay-") as name:
+            yield Path(name)
+    except OSError as error:
+        raise click.ClickException(
+            f"the replay cannot use its temporary directory: {error}; name another one with TMPDIR"
+        ) from error
+
+
+def _cut(home: Path, reason: str) -> str:
+    return (
+        f"the replay has no result: its own trace, in {home.parent}, is not complete: {reason}; "
+        "make room there, or name another directory with TMPDIR"
+    )
 
 
 def _counted(records: "Iterable[Record]", tally: Any) -> "Iterator[Record]":
@@ -138,7 +156,15 @@ def chosen_options(
         # As they came out, not as they were given: a share is of another machine's memory.
         resolved = {name: msgspec.convert(header.config.get(name), int | None) for name in _CAPS}
     except msgspec.ValidationError as error:
-        raise click.ClickException(f"the trace's configuration is damaged: {error}") from error
+        raise click.ClickException(
+            f"the trace's configuration is damaged: {plain(str(error))}"
+        ) from error
+    for name, value in recorded.items():
+        if isinstance(value, str) and ("\0" in value or len(value) > MAX_OPTION_CHARACTERS):
+            raise click.ClickException(
+                f"the trace's configuration is damaged: option {plain(name[:40])!r} has "
+                f"{len(value):,} characters, or a NUL among them"
+            )
     chosen: dict[str, Any] = {**recorded, **resolved}
     try:
         if config_file is not None:
@@ -154,65 +180,11 @@ def chosen_options(
     }
 
 
-@contextmanager
-def _daemon(home: Path, chosen: Mapping[str, str], follow: Path | None) -> Iterator[Path]:
-    """A daemon of its own, and its socket; it has written its trace after the block.
-
-    It serves connections before it is READY, which it may only be once requests have come: a record
-    that it follows may have them first.
-    """
-    socket = home / "socket"
-    (home / "config.toml").touch()
-    command = [
-        sys.executable, "-m", "prefixcached.daemon.cli", "serve",
-        "--socket", str(socket), "--config", str(home / "config.toml"),
-        "--state-dir", str(home / "state"), "--trace", str(home / "trace"),
-        *(() if follow is None else ("--follow", str(follow))),
-        *(f"{options.flag_of(name)}={value}" for name, value in chosen.items()),
-    ]  # fmt: skip
-    # The user's own settings are for the user's own daemon.
-    environment = {n: v for n, v in os.environ.items() if not n.startswith(options.PREFIX)}
-    with (
-        (home / "log").open("wb") as log,
-        subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log,
-            env=environment | {SOCKET_VARIABLE: str(socket)},
-        ) as process,
-    ):  # fmt: skip
-        try:
-            if not _serves(socket, process):
-                raise click.ClickException(f"the daemon did not start:\n{_log(home)}")
-            yield socket
-        except BaseException:
-            process.kill()  # nothing of it is wanted
-            raise
-        finally:
-            process.terminate()
-            try:
-                process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
-def _serves(socket: Path, process: "subprocess.Popen[bytes]") -> bool:
-    """Wait until the daemon takes connections; say whether it ever does."""
-    deadline = time.monotonic() + START_SECONDS
-    while process.poll() is None and time.monotonic() < deadline:
-        with Socket(AF_UNIX) as probe:
-            if probe.connect_ex(str(socket)) == 0:
-                return True
-        time.sleep(POLL_SECONDS)
-    return False
-
-
-def _log(home: Path) -> str:
-    return (home / "log").read_text(errors="replace")[-2000:].strip()
-
-
 def _print(
     before: "Summary", after: "Summary", comparison: "Comparison", followed: "Followed | None"
 ) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     console = terminal()
     table = Table()
@@ -225,7 +197,9 @@ def _print(
         one, other = getattr(before, title), getattr(after, title)
         for reason in sorted({*one, *other}):
             table.add_row(
-                f"{title}: {reason}", f"{one.get(reason, 0):,}", f"{other.get(reason, 0):,}"
+                Text(plain(f"{title}: {reason}")),
+                f"{one.get(reason, 0):,}",
+                f"{other.get(reason, 0):,}",
             )
     for kind in sorted({*before.times, *after.times}):
         table.add_row(
@@ -249,7 +223,7 @@ def _print(
     if before.left_out:
         console.print(f"The record lacks {before.left_out:,} messages: its daemon was too busy.")
     if followed is not None:
-        console.print(_text_of(followed), markup=False)
+        console.print(plain(_text_of(followed)), markup=False)
     console.print(NOTE_ON_FILES)
     if followed is not None and followed.reason:
         console.print(NOTE_ON_TIME)

@@ -50,6 +50,13 @@ log = structlog.get_logger()
     hidden=True,
     help="Decide as the daemon of this trace did; what `replay` starts.",
 )
+@click.option(
+    "--follow-bytes",
+    "followed_bytes",
+    type=click.IntRange(min=0),
+    hidden=True,
+    help="So much of it, as it may still grow.",
+)
 @click.option("--trace-tokens", is_flag=True, help="Record tokens and names in the clear")
 def serve(
     socket: Path,
@@ -58,6 +65,7 @@ def serve(
     trace_file: Path | None,
     trace_tokens: bool,
     followed_file: Path | None,
+    followed_bytes: int | None,
     **flags: Any,
 ) -> None:
     """Run the daemon in the foreground until SIGTERM or Ctrl-C.
@@ -82,7 +90,9 @@ def serve(
         with ExitStack() as stack:
             tracer = None
             if trace_file is not None:
-                tracer = _tracer(trace_file.absolute(), effective, trace_tokens, followed_file)
+                tracer = _tracer(
+                    trace_file.absolute(), effective, trace_tokens, followed_file, followed_bytes
+                )
                 stack.callback(tracer.close)
             watch = stack.enter_context(StallWatch())
             storage = Storage(effective, tracer)
@@ -109,12 +119,16 @@ def serve(
 
 
 def _tracer(
-    path: Path, effective: config.Config, keep_tokens: bool, followed: Path | None
+    path: Path,
+    effective: config.Config,
+    keep_tokens: bool,
+    followed: Path | None,
+    followed_bytes: int | None,
 ) -> "Tracer":
     if followed is not None:
         from prefixcached.daemon.trace.following import FollowingTracer
 
-        return FollowingTracer(path, effective, followed)
+        return FollowingTracer(path, effective, followed, followed_bytes)
     from prefixcached.daemon.trace.tracer import Tracer
 
     return Tracer(path, effective, keep_tokens=keep_tokens)

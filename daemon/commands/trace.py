@@ -3,11 +3,13 @@
 import fnmatch
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
+
+from prefixcached.daemon.commands.common import plain
 
 if TYPE_CHECKING:
     # `serve` imports this module as well, and stays small without msgpack's reader.
@@ -73,17 +75,33 @@ def trace(
 
 
 @contextmanager
-def opened(file: Path) -> "Iterator[tuple[Header, Iterator[Record]]]":
-    """Open a trace for the block, and say plainly what is wrong with it."""
+def opened(
+    file: Path, file_bytes: int | None = None
+) -> "Iterator[tuple[Header, Iterator[Record]]]":
+    """Open a trace for the block, and say plainly what is wrong with it.
+
+    Arguments as `trace_file.reading`. What else goes wrong in the block is not the trace's fault.
+    """
     from prefixcached.daemon.trace.trace_file import TraceError, reading
 
+    with ExitStack() as stack:
+        try:
+            with _reported(file):
+                header, records = stack.enter_context(reading(file, file_bytes))
+            yield header, _each(file, records)
+        except TraceError as error:
+            raise click.ClickException(plain(str(error))) from error
+
+
+def _each(file: Path, records: "Iterator[Record]") -> "Iterator[Record]":
+    with _reported(file):
+        yield from records
+
+
+@contextmanager
+def _reported(file: Path) -> Iterator[None]:
     try:
-        with reading(file) as trace:
-            yield trace
-    except TraceError as error:
-        raise click.ClickException(str(error)) from error
-    except BrokenPipeError:  # of whoever reads what is printed
-        raise
+        yield
     except OSError as error:
         raise click.ClickException(f"cannot read {file}: {error.strerror}") from error
 
@@ -91,11 +109,9 @@ def opened(file: Path) -> "Iterator[tuple[Header, Iterator[Record]]]":
 def line_of(record: "Record") -> str:
     """Return one record for people."""
     fields = " ".join(f"{name}={text}" for name, text in _fields(record.body).items())
-    line = (
+    return plain(
         f"{record.seconds:12.6f}  {record.channel:<27} {record.flow:<8} {record.type:<16} {fields}"
     ).rstrip()
-    # The file may be anybody's: nothing in it may move the cursor or forge a line.
-    return "".join(c if c.isprintable() else "\ufffd" for c in line)
 
 
 def _fields(plain: dict[str, Any]) -> dict[str, str]:

@@ -125,6 +125,10 @@ class FollowedInbox:
         except msgspec.ValidationError as error:
             self._guide.end(f"the record has a {heard.type} that is none: {error}")
             return Envelope(inner.SyncAll())
+        if isinstance(message, inner.Written) and message.entry is not None:
+            # A write that failed has no file. This one's would be the record's, not ours.
+            self._guide.end("the record has a written that failed and has a file")
+            return Envelope(inner.SyncAll())
         if isinstance(message, inner.TrashEmptied):
             self._trash_bytes -= message.allocated_bytes
         self._failed(outcome_key(heard.message))

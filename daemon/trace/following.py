@@ -52,12 +52,15 @@ class FollowingTracer(Tracer):
             once that has ended.
         config: See `Tracer`.
         record: The trace to follow.
+        record_bytes: How much of it, where it may still grow.
 
     Raises:
         StartError: The trace cannot be written, or the record not be read.
     """
 
-    def __init__(self, path: Path, config: Config, record: Path) -> None:
+    def __init__(
+        self, path: Path, config: Config, record: Path, record_bytes: int | None = None
+    ) -> None:
         self._standing_clock = FollowingClock()
         super().__init__(path, config, keep_tokens=False, clock=self._standing_clock)
         self._report = report_path(path)
@@ -67,9 +70,11 @@ class FollowingTracer(Tracer):
         self._at_end: list[Callable[[], None]] = []
         self._files = ExitStack()
         try:
-            with reading(record) as (_, records):
+            if record_bytes is None:
+                record_bytes = record.stat().st_size
+            with reading(record, record_bytes) as (_, records):
                 outcomes = outcomes_of(_readable(records))
-            _, records = self._files.enter_context(reading(record))
+            _, records = self._files.enter_context(reading(record, record_bytes))
         except (OSError, TraceError) as error:
             raise StartError(f"cannot follow {record}: {error}") from error
         self.guide = Guide(turns_of(_readable(records)), outcomes, self._has_ended)
@@ -154,7 +159,13 @@ class FollowingTracer(Tracer):
                 self.guide.stall(STALL_SECONDS)
 
     def _has_ended(self, followed: Followed) -> None:
-        self._report.write_bytes(msgspec.json.encode(followed))
+        # Whoever waits for it finds it whole.
+        unfinished = self._report.with_suffix(".unfinished")
+        try:
+            unfinished.write_bytes(msgspec.json.encode(followed))
+            unfinished.replace(self._report)
+        except OSError as error:
+            raise StartError(f"cannot write {self._report}: {error.strerror}") from error
         self._standing_clock.go()
         for function in self._at_end:
             function()

@@ -14,9 +14,9 @@ from typing import Any, Final, get_args
 
 import msgspec
 
-from prefixcached.daemon.trace.trace_file import Facts, Record, TraceError
-from prefixcached.daemon.trace.tracer import REPLIES, REQUESTS, WORKERS
-from prefixcached.protocol import messages
+from prefixcached.daemon.trace.trace_file import MAX_TURN_SECONDS, Facts, Record, TraceError
+from prefixcached.daemon.trace.tracer import OWN, REPLIES, REQUESTS, WORKERS
+from prefixcached.protocol import limits, messages
 from prefixcached.protocol.framing import tag_of
 from prefixcached.protocol.messages import AnyRequest
 
@@ -78,7 +78,7 @@ def steps_of(records: Iterable[Record]) -> Iterator[Step]:
     """Return the steps in the order of the record.
 
     Raises:
-        TraceError: A request is none that this version knows.
+        TraceError: A request is none that this version knows, or a time none of a clock.
     """
     pending: dict[int, float] = {}
     commits: set[int] = set()
@@ -105,6 +105,11 @@ def steps_of(records: Iterable[Record]) -> Iterator[Step]:
             since = pending.pop(record.session, None)
             if since is not None:
                 yield Answered(record.session, record.facts, record.seconds - since)
+        elif record.channel == OWN and record.facts.now > MAX_TURN_SECONDS:
+            raise TraceError(
+                f"the trace is damaged: a turn at {record.facts.now:g} s of a clock that is a "
+                f"machine's, and at most {MAX_TURN_SECONDS:g}"
+            )
         elif record.type == "written" and record.message.get("entry") is not None:
             done = replace(done, written=done.written + 1)
         elif record.type == "promoted" and not record.facts.error:
@@ -125,6 +130,7 @@ def _request(record: Record) -> Send | Gone | None:
         raise TraceError(f"the trace has a request of type {record.type!r}, which is unknown here")
     if kind in LEFT_OUT:
         return None
+    _check_metadata(record)
     try:
         request: AnyRequest = msgspec.convert(
             _with_metadata(record.body), kind, builtin_types=(bytes,)
@@ -144,3 +150,23 @@ def _with_metadata(plain: Any) -> Any:
         else _with_metadata(value)
         for name, value in plain.items()
     }
+
+
+def _check_metadata(record: Record) -> None:
+    """No number in a file may be taken for memory before it was looked at."""
+    sizes = list(_metadata_sizes(record.body))
+    wrong = [size for size in (*sizes, sum(sizes)) if not 0 <= size <= limits.MAX_METADATA_BYTES]
+    if wrong:
+        raise TraceError(
+            f"the trace is damaged: metadata of {wrong[0]:,} bytes in a request of type "
+            f"{record.type!r}; the protocol admits {limits.MAX_METADATA_BYTES:,}"
+        )
+
+
+def _metadata_sizes(plain: Any) -> Iterator[int]:
+    if isinstance(plain, dict):
+        for name, value in plain.items():
+            if name == "metadata" and isinstance(value, int):
+                yield value
+            else:
+                yield from _metadata_sizes(value)

@@ -13,10 +13,11 @@ anybody's: a record that is read has been checked (`Facts`), so that whoever use
 import fcntl
 import os
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, BinaryIO, Final, Literal
 
 import msgpack
 import msgspec
@@ -37,12 +38,18 @@ MAX_NESTING: Final = 32
 MAX_SECONDS: Final = 1e10
 """Three centuries since a start: more is damage, and no column is so wide."""
 
+MAX_TURN_SECONDS: Final = 1e9
+"""Of the clock of a record, 30 years after a machine's start: what follows it adds to that, and
+stays below `MAX_SECONDS`."""
+
 MAX_NAME_CHARACTERS: Final = 256
 """Of channels and flows, which have a tenth of it."""
 
 Plain = dict[str, Any]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]
+ImageId = Annotated[str, msgspec.Meta(pattern=r"\A([0-9a-f]{32})?\Z")]
+"""As `ram_tier.random_id` makes it, or none: a replay calls its files so."""
 ShortText = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARACTERS)]
 
 
@@ -66,7 +73,7 @@ class Facts(msgspec.Struct, frozen=True):
     length: Count = 0
     reason: str = ""
     error: str = ""
-    id: str = ""
+    id: ImageId = ""
     lease: int | None = None
     put: int | None = None
     pin: int | None = None
@@ -190,9 +197,28 @@ def encoded(record: Record) -> bytes:
     return data
 
 
+class _Beginning:
+    """The rest of an open file up to byte ``end``."""
+
+    def __init__(self, file: BinaryIO, end: int | None) -> None:
+        self._file = file
+        self._left = sys.maxsize if end is None else max(0, end - file.tell())
+
+    def read(self, size: int) -> bytes:
+        """Return at most ``size`` bytes; none at the end."""
+        data = self._file.read(min(size, self._left))
+        self._left -= len(data)
+        return data
+
+
 @contextmanager
-def reading(path: Path) -> Iterator[tuple[Header, Iterator[Record]]]:
+def reading(path: Path, file_bytes: int | None = None) -> Iterator[tuple[Header, Iterator[Record]]]:
     """Open a trace for the block: its header, and its records as they are read.
+
+    Args:
+        path: The file.
+        file_bytes: Where to take it for cut: whoever reads a file twice while it grows gets the
+            same. None: where it ends.
 
     Raises:
         OSError: It cannot be read.
@@ -202,7 +228,10 @@ def reading(path: Path) -> Iterator[tuple[Header, Iterator[Record]]]:
         if file.read(len(MAGIC)) != MAGIC:
             raise TraceError(f"{path} is no trace")
         values = msgpack.Unpacker(
-            file, raw=False, strict_map_key=False, max_buffer_size=MAX_VALUE_BYTES
+            _Beginning(file, file_bytes),
+            raw=False,
+            strict_map_key=False,
+            max_buffer_size=MAX_VALUE_BYTES,
         )
         header = _header(path, values)
         yield header, _records(path, values)
@@ -234,7 +263,9 @@ def _records(path: Path, values: Any) -> Iterator[Record]:
             value = next(values)
             check_plain(value)
             record = msgspec.convert(value, Record)
-            _ = record.facts
+            facts = record.facts
+            if facts.type == "new-image" and not facts.id:
+                raise ValueError("a new image without an id")
         except StopIteration:
             return
         except (ValueError, TypeError, msgpack.UnpackException) as error:

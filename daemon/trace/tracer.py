@@ -50,6 +50,9 @@ OWN: Final = "tracer"
 """What the trace says itself: "statistics" and "gap"; and what RamTier does without saying it:
 "turn", when it begins to handle the next message, or nothing but what is due; "new-image"."""
 
+ENDS_HERE: Final = "the trace ends here; the daemon goes on"
+"""The log's line with the ``reason``; a replay whose own trace ends so has no result."""
+
 Statistics = Mapping[str, Callable[[], Any]]
 
 log = structlog.get_logger()
@@ -258,7 +261,7 @@ class Tracer:
     def _fail(self, reason: str) -> None:
         self._failure = reason
         self._is_recording = False
-        log.error("the trace ends here; the daemon goes on", path=str(self._path), reason=reason)
+        log.error(ENDS_HERE, path=str(self._path), reason=reason)
 
     def _seconds(self) -> float:
         return time.monotonic() - self._started

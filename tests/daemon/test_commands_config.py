@@ -171,6 +171,13 @@ def test_config_for_people_shows_sizes_and_sources(file: Path) -> None:
         assert name in shown.output
 
 
+def test_a_path_that_looks_like_markup_is_shown_as_it_is() -> None:
+    """Brackets in a directory's name are no styles, and escape sequences reach no terminal."""
+    shown = invoke("config", "--state-dir", "/x[/red]\x1b[2J")
+    assert shown.exit_code == 0, shown.output
+    assert "/x[/red]?[2J" in shown.output
+
+
 def test_the_page_has_the_table_of_options() -> None:
     """docs/operations.md is generated here: `python -m prefixcached.daemon.options`."""
     assert options.table() in OPERATIONS.read_text("utf-8")

@@ -1,6 +1,7 @@
 """The socket's place in the file system: private, single, and cleared of what a crash left."""
 
 import os
+import resource
 import signal
 import socket
 import stat
@@ -148,3 +149,20 @@ def test_a_lock_file_that_is_a_link_is_refused(directory: Path) -> None:
     with pytest.raises(StartError, match="cannot open the lock file"):
         InstanceLock(directory / "s.lock").__enter__()
     assert (directory / "victim").read_text() == "precious"
+
+
+def test_a_full_disk_keeps_no_daemon_from_starting(directory: Path) -> None:
+    """The lock holds although its file cannot say whose it is."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with InstanceLock(directory / "lock"):
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            with (
+                pytest.raises(StartError, match="process unknown"),
+                InstanceLock(directory / "lock"),
+            ):
+                pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not (directory / "lock").read_bytes()
