@@ -18,6 +18,9 @@ from tests.support.until import until
 REPLAY = "from prefixcached.daemon.cli import main; main()"
 """The command line, after what a test does to the process first."""
 
+HEARING = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL); "
+"""As under a terminal, also where these tests run under nohup."""
+
 LIMITED = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (24_000, 24_000)); "
 """As a full disk does, refuse what would make a file longer; the images are shorter."""
 
@@ -50,7 +53,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def start(temporary: Path, before: str, *arguments: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-c", before + REPLAY, "replay", *arguments],
+        [sys.executable, "-c", HEARING + before + REPLAY, "replay", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
