@@ -88,9 +88,12 @@ def _print(rows: list[dict[str, Any]], config_file: Path | None) -> None:
         table.add_column(column, overflow="fold")
     for row in rows:
         value, used = row["value"], row["effective"]
-        shown = f"{used:g}" if isinstance(used, float) else str(used if value is None else value)
-        if row["key"].endswith("_bytes") and not shown.isdigit():
-            shown = f"{shown} = {bytes_text(used)}"
+        if isinstance(used, float):
+            shown = f"{used:g}"
+        else:
+            shown = str(used if value is None else value)
+            if row["key"].endswith("_bytes") and not shown.isdigit():
+                shown = f"{shown} = {bytes_text(used)}"
         table.add_row(row["key"], Text(plain(shown)), Text(plain(row["source"])))
     terminal().print(table)
     file = _file(config_file)
