@@ -57,7 +57,7 @@ class Prepared:
 
 def run(quick: bool) -> list[Row]:
     """Measure."""
-    tokens, rounds, cold_rounds = (600, 5, 3) if quick else (2_000, 15, 11)
+    tokens, rounds, cold_rounds = (600, 5, 0) if quick else (2_000, 15, 11)
     shape = kv.LLAMA_3B
     nbytes = kv.kv_bytes(shape, tokens)
     about = {"bytes": nbytes, "tokens": tokens, "shape": shape.name}
@@ -91,16 +91,20 @@ def run(quick: bool) -> list[Row]:
                 served.restart()
                 drop()
 
+            warm_row = faster_than(
+                NAME, f"SSD hit to ready, warm page cache, {label}", warm, TAKE, LOAD, Goal(1.0),
+                **about,
+            )  # fmt: skip
+            if quick:
+                # Small sizes show nothing cold: what a restart costs once is most of their time.
+                return [warm_row]
             with workers(NAME, (TAKE, READ), options) as (take, read):
                 cold = interleave([Prepared(take, restart), Prepared(read, drop)], cold_rounds)
                 verified = interleave([Prepared(take, drop), Prepared(read, drop)], cold_rounds)
         finally:
             served.stop()
     return [
-        faster_than(
-            NAME, f"SSD hit to ready, warm page cache, {label}", warm, TAKE, LOAD, Goal(1.0),
-            **about,
-        ),
+        warm_row,
         faster_than(
             NAME, f"SSD hit to ready, cold, after a restart, {label}", cold, TAKE, READ,
             Goal(0.75), **about,
