@@ -95,7 +95,7 @@ bench: $(VENV)/.bench
 	@$(BIN)/python -m benchmarks.plots
 
 bench-quick: $(VENV)/.runtime
-	@echo '==> Measuring small sizes (under 90 seconds)'
+	@echo '==> Measuring small sizes (some 100 seconds)'
 	@$(BIN)/python -m benchmarks.run --quick
 
 clean:

@@ -22,7 +22,7 @@ WAIT_SECONDS = 120.0
 
 def run(quick: bool) -> list[Row]:
     """Measure."""
-    agents, shared, own, same = (3, 2_000, 500, 3) if quick else (20, 8_000, 1_000, 8)
+    agents, shared, own, same = (2, 2_000, 500, 2) if quick else (20, 8_000, 1_000, 8)
     rows = []
     for at_once in (False, True):
         with scratch() as place, daemon(place, ssd="4GiB") as served:

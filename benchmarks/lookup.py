@@ -28,7 +28,7 @@ BRANCH_TOKENS = 320
 
 def run(quick: bool) -> list[Row]:
     """Measure."""
-    segments, rounds, calls = (500, 11, 25) if quick else (10_000, 41, 40)
+    segments, rounds, calls = (500, 9, 20) if quick else (10_000, 41, 40)
     allow_descriptors(3 * segments + 2_000)
     with (
         scratch() as place,

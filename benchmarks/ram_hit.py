@@ -34,7 +34,7 @@ TAKE, LOAD = "take", "load_prompt_cache"
 
 def run(quick: bool) -> list[Row]:
     """Measure."""
-    tokens, rounds = (600, 5) if quick else (2_000, 15)
+    tokens, rounds = (600, 4) if quick else (2_000, 15)
     shape = kv.LLAMA_3B
     nbytes = kv.kv_bytes(shape, tokens)
     about = {"bytes": nbytes, "tokens": tokens, "shape": shape.name}
