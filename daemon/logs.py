@@ -48,6 +48,20 @@ class Stream(Protocol):
         ...
 
 
+class StandardError:
+    """Standard error, whoever reads it: a log that nobody hears must not end or hold the daemon."""
+
+    def write(self, text: str, /) -> None:
+        """Write a line, or lose it where the reader is gone or the disk behind it is full."""
+        with suppress(OSError):
+            sys.stderr.write(text)
+
+    def flush(self) -> None:
+        """Let it be seen."""
+        with suppress(OSError):
+            sys.stderr.flush()
+
+
 class Limiter:
     """Drops lines of an event that comes too often; a processor of structlog.
 
@@ -160,7 +174,7 @@ def configure(file: Path | None = None) -> Limiter:
     Raises:
         StartError: The file cannot be opened.
     """
-    stream: Stream = sys.stderr if file is None else LogFile(file)
+    stream: Stream = StandardError() if file is None else LogFile(file)
     is_terminal = file is None and sys.stderr.isatty()
     limiter = Limiter(file=file)
     structlog.configure(

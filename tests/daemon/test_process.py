@@ -103,3 +103,28 @@ def test_clients_that_are_killed_leave_nothing(daemon: DaemonProcess) -> None:
     assert found["current"] == 1
     assert found["accepted"] >= 5
     assert len(os.listdir(f"/proc/{daemon.pid}/fd")) <= descriptors + 1
+
+
+def test_a_daemon_whose_log_nobody_reads_goes_on_and_ends(daemon: DaemonProcess) -> None:
+    """`prefixcached serve 2>&1 | less`, and less ended: every line it logs fails from then on."""
+    reader, writer = os.pipe()
+    socket_path = daemon.directory / "other"
+    command = [
+        sys.executable, "-m", "prefixcached.daemon.cli", "serve", "--socket", str(socket_path),
+        "--state-dir", str(daemon.directory / "others"), "--ssd-bytes", "0",
+    ]  # fmt: skip
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=writer) as process:
+        try:
+            os.close(writer)
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith(b"READY")
+            os.close(reader)
+            with socket.socket(socket.AF_UNIX) as garbage:
+                garbage.settimeout(30)
+                garbage.connect(str(socket_path))
+                garbage.sendall(b"GET / HTTP/1.1\r\n\r\n")  # ends a session with a log line
+                assert garbage.recv(1 << 16), "it is told why"
+            process.terminate()
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
