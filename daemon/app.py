@@ -11,7 +11,7 @@ A second signal ends the process where it stands, which is safe at any instant.
 
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -117,15 +117,25 @@ async def serve(
     ):
         async with trio.open_nursery() as nursery:
             stop = trio.Event()
-            nursery.start_soon(_watch_signals, signals, stop)
+            nursery.start_soon(_or_stop, stop, _watch_signals, signals, stop)
             if tracer is not None:
                 sources = storage.statistics_sources
                 traced = {n: sources[n] for n in _TRACED_STATISTICS if n in sources}
                 sources["trace"] = tracer.statistics
-                nursery.start_soon(tracer.run, traced)
+                nursery.start_soon(_or_stop, stop, tracer.run, traced)
             await _run_storage(config, storage, socket_file, stop, announce, tracer)
             nursery.cancel_scope.cancel()
     log.info("stopped", socket=str(config.socket))
+
+
+async def _or_stop(
+    stop: trio.Event, function: Callable[..., Awaitable[object]], *arguments: object
+) -> None:
+    """Run a task whose end stops the daemon: the front is shielded, and sees no cancellation."""
+    try:
+        await function(*arguments)
+    finally:
+        stop.set()
 
 
 async def _watch_signals(signals: AsyncIterator[int], stop: trio.Event) -> None:

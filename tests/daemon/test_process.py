@@ -128,3 +128,25 @@ def test_a_daemon_whose_log_nobody_reads_goes_on_and_ends(daemon: DaemonProcess)
             assert process.wait(30) == 0
         finally:
             process.kill()
+
+
+def test_a_task_that_fails_ends_the_daemon(daemon: DaemonProcess) -> None:
+    """It does not go on serving nobody: a service manager starts it again."""
+    broken = (
+        "from prefixcached.daemon import app, cli; "
+        "app.signal.Signals = lambda number: 1 / 0; cli.main()"
+    )
+    command = [
+        sys.executable, "-c", broken, "serve", "--socket", str(daemon.directory / "other"),
+        "--state-dir", str(daemon.directory / "others"), "--ssd-bytes", "0",
+    ]  # fmt: skip
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith(b"READY")
+            process.terminate()
+            _, said = process.communicate(timeout=30)
+            assert process.returncode == 1
+            assert b"ZeroDivisionError" in said
+        finally:
+            process.kill()
