@@ -18,13 +18,12 @@ from prefixcached.actors.storage_format import (
     schema_name,
 )
 from prefixcached.actors.store import Store
-from prefixcached.actors.store_directory import SEGMENTS
 from prefixcached.protocol import limits
 from prefixcached.protocol.actor_messages import FileEntry
 from prefixcached.protocol.image import ImageKind, ImageSpec, StateTensor, layout
 from prefixcached.protocol.schema import Schema, decode_schema
 from tests.support.filesystems import QuickFs
-from tests.support.store_samples import Sample, sample, schema_of, segment
+from tests.support.store_samples import path_of, sample, schema_of, segment, write
 
 
 class ChangingFs(QuickFs):
@@ -52,18 +51,6 @@ def store(tmp_path: Path, system: ChangingFs) -> Iterator[Store]:
     store.prepare()
     yield store
     store.close()
-
-
-def write(store: Store, one: Sample) -> FileEntry:
-    image = one.image()
-    try:
-        return store.write(one.header, one.tokens, one.schema, image)
-    finally:
-        image.free()
-
-
-def path_of(store: Store, entry: FileEntry) -> Path:
-    return Path(store.directory.path, SEGMENTS, entry.path)
 
 
 def load(store: Store, entry: FileEntry, nbytes: int | None = None) -> None:

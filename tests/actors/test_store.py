@@ -41,9 +41,11 @@ from tests.support.store_samples import (
     Sample,
     checkpoint,
     every_kind,
+    path_of,
     schema_of,
     segment,
     stored_object,
+    write,
 )
 
 SAMPLES = pytest.mark.parametrize("one", every_kind(), ids=lambda s: f"{s.header.kind}")
@@ -56,18 +58,6 @@ def store(tmp_path: Path) -> Iterator[Store]:
     store.prepare()
     yield store
     store.close()
-
-
-def write(store: Store, one: Sample) -> FileEntry:
-    image = one.image()
-    try:
-        return store.write(one.header, one.tokens, one.schema, image)
-    finally:
-        image.free()
-
-
-def path_of(store: Store, entry: FileEntry) -> Path:
-    return Path(store.directory.path, SEGMENTS, entry.path)
 
 
 def data_of(store: Store, entry: FileEntry) -> bytes:

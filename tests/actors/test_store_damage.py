@@ -10,10 +10,10 @@ import pytest
 from prefixcached.actors import memory
 from prefixcached.actors.storage_format import DATA_ALIGNMENT, DamagedFile
 from prefixcached.actors.store import Store
-from prefixcached.actors.store_directory import QUARANTINE, SEGMENTS
+from prefixcached.actors.store_directory import QUARANTINE
 from prefixcached.protocol.actor_messages import FileEntry
 from tests.support.filesystems import QuickFs
-from tests.support.store_samples import Sample, checkpoint, every_kind, segment
+from tests.support.store_samples import checkpoint, every_kind, path_of, segment, write
 
 FLIPS = 1000
 
@@ -25,18 +25,6 @@ def store(tmp_path: Path) -> Iterator[Store]:
     store.prepare()
     yield store
     store.close()
-
-
-def write(store: Store, one: Sample) -> FileEntry:
-    image = one.image()
-    try:
-        return store.write(one.header, one.tokens, one.schema, image)
-    finally:
-        image.free()
-
-
-def path_of(store: Store, entry: FileEntry) -> Path:
-    return Path(store.directory.path, SEGMENTS, entry.path)
 
 
 def is_refused(store: Store, entry: FileEntry) -> bool:

@@ -29,7 +29,7 @@ from prefixcached.actors.store_directory import (
 from prefixcached.protocol.actor_messages import FileEntry
 from prefixcached.protocol.image import WindowRows, layout
 from tests.support.filesystems import InterceptedFs, QuickFs
-from tests.support.store_samples import Sample, checkpoint, schema_of, segment
+from tests.support.store_samples import checkpoint, path_of, schema_of, segment, write
 
 
 class RefusingFs(InterceptedFs):
@@ -80,18 +80,6 @@ def store(tmp_path: Path, system: RefusingFs) -> Iterator[Store]:
     store.prepare()
     yield store
     store.close()
-
-
-def write(store: Store, one: Sample) -> FileEntry:
-    image = one.image()
-    try:
-        return store.write(one.header, one.tokens, one.schema, image)
-    finally:
-        image.free()
-
-
-def path_of(store: Store, entry: FileEntry) -> Path:
-    return Path(store.directory.path, SEGMENTS, entry.path)
 
 
 def scanned(store: Store) -> list[FileEntry]:

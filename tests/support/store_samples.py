@@ -4,13 +4,16 @@ import random
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from prefixcached.actors import memory
 from prefixcached.actors.memory import SharedImage
 from prefixcached.actors.storage_format import FORMAT, schema_digest, tokens_count
-from prefixcached.protocol.actor_messages import FileHeader
+from prefixcached.actors.store import Store
+from prefixcached.actors.store_directory import SEGMENTS
+from prefixcached.protocol.actor_messages import FileEntry, FileHeader
 from prefixcached.protocol.image import ImageKind, ImageSpec, StateTensor, WindowRows, layout
 from prefixcached.protocol.schema import (
     Kind,
@@ -143,3 +146,17 @@ def token_values(one: Sample) -> "np.ndarray[tuple[int], np.dtype[np.uint32]]":
 def fresh_id() -> str:
     """An id that nobody else has."""
     return secrets.token_hex(16)
+
+
+def write(store: Store, one: Sample) -> FileEntry:
+    """Store a sample."""
+    image = one.image()
+    try:
+        return store.write(one.header, one.tokens, one.schema, image)
+    finally:
+        image.free()
+
+
+def path_of(store: Store, entry: FileEntry) -> Path:
+    """Where its file is."""
+    return Path(store.directory.path, SEGMENTS, entry.path)
