@@ -5,7 +5,6 @@ memory, SsdTier and Prefetcher get messages on channels that never block (their 
 already). It never awaits another actor, so no cycle of blocking sends can exist (DESIGN 4).
 """
 
-import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ from prefixcached.actors.index import Index
 from prefixcached.actors.inspection import InspectionDesk
 from prefixcached.actors.labels import LabelDesk
 from prefixcached.actors.loading import LoadDesk
-from prefixcached.actors.mailbox import Mailbox, Outbox, open_mailbox
+from prefixcached.actors.mailbox import DirectMailbox, Mailbox, Outbox
 from prefixcached.actors.objects import ObjectDesk
 from prefixcached.actors.pins import PinDesk
 from prefixcached.actors.pressure_policy import Level
@@ -65,10 +64,15 @@ class RamTier:
     ) -> None:  # fmt: skip
         self.boot = secrets.token_hex(8)
         self.config = config
-        self.mailbox, self._inbox = open_mailbox() if mailbox is None else mailbox
+        if mailbox is None:
+            direct = DirectMailbox(self._turn)
+            mailbox = Mailbox(direct, direct)
+        self.mailbox, self._inbox = mailbox
         self._ssd: Outbox | None = None
         self._prefetcher: Outbox | None = None
         self._nursery: trio.Nursery | None = None
+        self._scope = trio.CancelScope()
+        self._failure: Exception | None = None
         self._threads = trio.CapacityLimiter(4)
         self.index = Index(
             self, policy_named(config.retention),
@@ -114,18 +118,29 @@ class RamTier:
             task_status.started()
             while True:
                 # One scope for many messages: a new one for each would cost as much as a look-up.
-                with trio.CancelScope() as scope:
+                with trio.CancelScope() as self._scope:
+                    self._scope.deadline = self._next_deadline()
                     while True:
-                        deadline = scope.deadline = self._next_deadline()
-                        now, is_question = -math.inf, True
-                        while is_question and now < deadline:
-                            envelope = await self._inbox.receive()
-                            now = trio.current_time()
-                            self._handle(envelope.message, envelope.handle, now)
-                            # A question changes nothing, so nothing has become possible.
-                            is_question = _is_question(envelope.message)
-                        self._after(now)
+                        self._turn(await self._inbox.receive())
+                if self._failure is not None:
+                    raise self._failure
                 self._after(trio.current_time())
+
+    def _turn(self, envelope: Envelope) -> None:
+        """Handle one envelope, and what became possible by it; in RamTier's task or a caller's."""
+        if self._failure is not None:
+            return  # until its own task ends it, nobody may see what is half changed
+        try:
+            now = trio.current_time()
+            self._handle(envelope.message, envelope.handle, now)
+            # A question changes nothing, so nothing has become possible.
+            if not _is_question(envelope.message) or now >= self._scope.deadline:
+                self._after(now)
+                self._scope.deadline = self._next_deadline()
+        except Exception as error:  # noqa: BLE001, `run` raises it
+            # It is RamTier that fails, in whatever task this was: what it owns may be half changed.
+            self._failure = error
+            self._scope.cancel()
 
     async def drain(self) -> None:
         """Write what is queued now, without its delay; return when that is done (DESIGN 4)."""

@@ -14,9 +14,9 @@ from prefixcached.client.wire import (
     ANCILLARY_BYTES,
     CONNECT_RETRY_SECONDS,
     RECEIVE_BYTES,
+    RECEIVE_FLAGS,
     BaseWire,
     hello,
-    receive_flags,
 )
 from prefixcached.protocol.messages import AnyRequest, Reply
 
@@ -72,7 +72,7 @@ class TrioWire(BaseWire):
     async def _receive(self) -> None:
         try:
             data, ancillary, flags, _ = await self._trio_socket.recvmsg(
-                RECEIVE_BYTES, ANCILLARY_BYTES, receive_flags()
+                RECEIVE_BYTES, ANCILLARY_BYTES, RECEIVE_FLAGS
             )
         except OSError as error:
             self._fail(self._explain(error, "waiting for a reply"), error)

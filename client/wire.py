@@ -12,7 +12,6 @@ import errno
 import os
 import select
 import socket
-import sys
 import time
 from pathlib import Path
 from typing import Final, NoReturn
@@ -35,6 +34,11 @@ ANCILLARY_BYTES: Final = socket.CMSG_SPACE(254 * 4)
 """Room for the largest set of descriptors that either system sends: what does not fit would leak
 or be lost."""
 
+RECEIVE_FLAGS: Final = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+"""Descriptors are close-on-exec from the first moment where the system can (Linux); elsewhere that
+is set just afterwards."""
+
+_TRUNCATED: Final = int(socket.MSG_CTRUNC)
 _NOBODY: Final = frozenset({errno.ENOENT, errno.ECONNREFUSED})
 """What connecting to a Unix socket says where nobody listens."""
 
@@ -153,7 +157,7 @@ class BaseWire:
     def _take_in(self, data: bytes, ancillary: list[tuple[int, int, bytes]], flags: int) -> None:
         """Feed the connection with what `recvmsg` gave."""
         self._connection.receive(data, _received_descriptors(ancillary))
-        if flags & socket.MSG_CTRUNC:
+        if flags & _TRUNCATED:
             self._fail(ProtocolFailure(f"descriptors from {self._path} were lost on the way"))
         if not data:
             self._fail(NoDaemon(f"the daemon at {self._path} closed the connection"))
@@ -219,9 +223,10 @@ class Wire(BaseWire):
             ProtocolFailure: The daemon sent what the protocol forbids, or answered `Failed`.
         """
         self._send(message, deadline)
-        while (answer := self._reply_to(message)) is None:
+        while True:
             self._receive(deadline)
-        return answer
+            if (answer := self._reply_to(message)) is not None:
+                return answer
 
     def _connect(self, deadline: float) -> None:
         while True:
@@ -254,7 +259,7 @@ class Wire(BaseWire):
         self._bound(deadline, waiting=True)
         try:
             data, ancillary, flags, _ = self._socket.recvmsg(
-                RECEIVE_BYTES, ANCILLARY_BYTES, receive_flags()
+                RECEIVE_BYTES, ANCILLARY_BYTES, RECEIVE_FLAGS
             )
         except OSError as error:
             self._fail(self._explain(error, "waiting for a reply"), error)
@@ -273,13 +278,6 @@ def hello() -> messages.Hello:
         client=f"prefixcached {__version__}",
         pid=os.getpid(),
     )
-
-
-def receive_flags() -> int:
-    """Close-on-exec from the first moment, where the system can; else set just afterwards."""
-    if sys.platform == "linux":
-        return socket.MSG_CMSG_CLOEXEC
-    return 0
 
 
 def _received_descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:

@@ -37,6 +37,9 @@ DESCRIPTOR_RETRIES: Final = 200
 DESCRIPTOR_RETRY_SECONDS: Final = 0.005
 """Pause between them. No event announces the room: the socket is writable all the while."""
 
+_RECEIVE_FLAGS: Final = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+"""Linux sets close-on-exec as it delivers; elsewhere it is set just after."""
+
 _TRUNCATED: Final = int(socket.MSG_CTRUNC)
 _WANT_OF_ROOM: Final = frozenset({errno.EMSGSIZE, errno.ETOOMANYREFS, errno.ENOBUFS})
 _INT_BYTES: Final = array.array("i").itemsize
@@ -78,7 +81,7 @@ class MessageSocket:
             await trio.lowlevel.wait_readable(self._socket)
             try:
                 length, ancillary, flags, _ = self._socket.recvmsg_into(
-                    [self._buffer], _ANCILLARY_BYTES, _receive_flags()
+                    [self._buffer], _ANCILLARY_BYTES, _RECEIVE_FLAGS
                 )
             except BlockingIOError:
                 continue
@@ -185,13 +188,6 @@ def _peer_credentials_darwin(sock: socket.socket) -> tuple[int, int | None]:
     except OSError:
         return uid, None
     return uid, pid
-
-
-def _receive_flags() -> int:
-    """Linux sets close-on-exec as it delivers; elsewhere it is set just after."""
-    if sys.platform == "linux":
-        return socket.MSG_CMSG_CLOEXEC
-    return 0
 
 
 def _descriptors_in(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:

@@ -22,6 +22,10 @@ from prefixcached.actors.memory.interface import (
     flat_view,
 )
 
+# What multiprocessing is built on; the type checkers know no stub for it. Loaded before it is
+# needed: loading takes a descriptor, of which there may be none left then.
+_POSIXSHMEM: Final = importlib.import_module("_posixshmem")
+
 _NAME_PREFIX: Final = "/pfxc-"
 _NAME_RANDOM_BYTES: Final = 12
 """24 hex digits: 30 bytes in all, macOS allows 31; nobody guesses the name before the unlink."""
@@ -69,16 +73,14 @@ class ShmImage(SharedImage):
 
 def _create_pair(size_bytes: int) -> tuple[int, int]:
     """Return a writable and a read-only descriptor of one new object without a name."""
-    # What multiprocessing is built on; the type checkers know no stub for it.
-    posixshmem = importlib.import_module("_posixshmem")
     name = _NAME_PREFIX + secrets.token_hex(_NAME_RANDOM_BYTES)
     with contextlib.ExitStack() as undo:
-        writable: int = posixshmem.shm_open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o600)
+        writable: int = _POSIXSHMEM.shm_open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o600)
         undo.callback(os.close, writable)
         try:
-            readable: int = posixshmem.shm_open(name, os.O_RDONLY, mode=0)
+            readable: int = _POSIXSHMEM.shm_open(name, os.O_RDONLY, mode=0)
         finally:
-            posixshmem.shm_unlink(name)
+            _POSIXSHMEM.shm_unlink(name)
         undo.callback(os.close, readable)
         if size_bytes:
             os.ftruncate(writable, size_bytes)

@@ -231,6 +231,32 @@ async def test_the_loop_hears_of_deletions_that_a_write_waits_for() -> None:
     ram_tier.close()
 
 
+async def test_a_call_that_fails_in_its_callers_turn_ends_the_actor_and_not_the_caller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What RamTier owns may be half changed then, whoever's task that was: the daemon must end."""
+    ram_tier = RamTier(small_config())
+    slots = [ReplySlot(), ReplySlot()]
+    asked = 0
+
+    def broken(namespace: str, tokens: bytes) -> int:
+        nonlocal asked
+        asked += 1
+        raise ArithmeticError("half changed")
+
+    monkeypatch.setattr(ram_tier.takes, "peek", broken)
+    wanted = pytest.RaisesExc(ArithmeticError, match="half changed")
+    with pytest.RaisesGroup(wanted, flatten_subgroups=True):
+        async with trio.open_nursery() as nursery:
+            await nursery.start(ram_tier.run)
+            await trio.testing.wait_all_tasks_blocked()
+            for session, slot in enumerate(slots):
+                peek = wire.Peek(namespace="n", tokens=b"")
+                ram_tier.mailbox.send_nowait(Envelope(Call(session, peek), slot))
+    assert asked == 1
+    assert not any(slot.is_set for slot in slots)
+
+
 async def test_an_unknown_message_is_a_bug() -> None:
     """STYLE: an actor that gets what it cannot understand fails loudly, and ends the daemon."""
     ram_tier = RamTier(small_config())

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import trio
 
-from prefixcached.actors.mailbox import Inbox, ReplySlot
+from prefixcached.actors.mailbox import DirectMailbox, Inbox, ReplySlot
 from prefixcached.daemon import config
 from prefixcached.daemon.options import Options
 from prefixcached.daemon.storage import Storage
@@ -46,8 +46,8 @@ def mailbox(tracer: Tracer, room: float = 8) -> tuple[TracedOutbox, Inbox]:
 
 
 async def test_without_a_trace_nothing_stands_between_actors(effective: config.Config) -> None:
-    """Tracing that is off costs nothing: sessions send into RamTier's own channel."""
-    assert isinstance(Storage(effective).mailbox, trio.MemorySendChannel)
+    """Tracing that is off costs nothing: sessions send into RamTier's own mailbox."""
+    assert isinstance(Storage(effective).mailbox, DirectMailbox)
 
 
 async def test_every_channel_is_traced(effective: config.Config, tracer: Tracer) -> None:

@@ -62,6 +62,11 @@ daemon's descriptors, and the blocks of all files below its directory. In the se
 is not ended, so that its own memory can be compared over time. In the end all clients leave, and
 nothing of theirs is left.
 
+Thirty minutes on two cores on 2026-11-30 (seed 7): 481,000 calls; 35,701 hits and 5,796 objects, 18.9 GiB
+in which every byte was right; 36 daemons and 66 clients killed, the disk broken 50 times, 117 files damaged
+or deleted, the whole directory 20 times. Shared memory reached 23.7 of 24 MiB and the disk 64.0 of 64 MiB;
+the daemon's own memory was 55.3 MiB in the median and 56.0 MiB at the end.
+
 ## Schedules
 
 `tests/system/test_schedules.py` runs the actors under many orders of Trio's scheduler, each

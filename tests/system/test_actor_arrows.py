@@ -18,6 +18,7 @@ from prefixcached.actors.prefetcher import Prefetcher
 from prefixcached.actors.ram_tier import RamTier
 from prefixcached.actors.ssd_tier import SsdTier
 from prefixcached.actors.store import Store
+from prefixcached.protocol.actor_messages import Envelope, SyncAll
 from tests.support.core import small_config
 
 ROOT: Final = Path(__file__).parents[2]
@@ -109,17 +110,19 @@ def test_mailboxes_have_the_room_that_the_arrows_need(tmp_path: Path) -> None:
     """RamTier's mailbox is bounded; those that it sends to without waiting are not."""
     ram_tier = RamTier(small_config())
     store = Store(tmp_path / "state")
-    room = {
-        "RamTier": ram_tier.mailbox,
+    told = {
         "SsdTier": SsdTier(store, ram_tier.mailbox).mailbox,
         "Prefetcher": Prefetcher(store, ram_tier.mailbox).mailbox,
     }
     found: dict[str, float] = {}
-    for name, mailbox in room.items():
+    for name, mailbox in told.items():
         assert isinstance(mailbox, trio.MemorySendChannel)
         found[name] = mailbox.statistics().max_buffer_size
-    assert found.pop("RamTier") == MAILBOX_MESSAGES
     assert found == {arrow.receiver: UNBOUNDED for arrow in ARROWS if not arrow.waits}
+    for _ in range(MAILBOX_MESSAGES):
+        ram_tier.mailbox.send_nowait(Envelope(SyncAll()))
+    with pytest.raises(trio.WouldBlock):
+        ram_tier.mailbox.send_nowait(Envelope(SyncAll()))
 
 
 def test_ram_tiers_loop_awaits_nothing_but_its_mailbox() -> None:
