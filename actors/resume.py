@@ -117,11 +117,7 @@ def _contiguous(path: Path, available: Available) -> int:
 
 
 def _has_minimum(path: Path) -> bool:
-    # A loop: a generator would take as long again for each of a conversation's many segments.
-    for segment, _ in path.steps:  # noqa: SIM110
-        if segment.minimum:
-            return True
-    return False
+    return any(segment.minimum for segment, _ in path.steps)
 
 
 def _checkpoint_at_or_below(path: Path, position: int, available: Available) -> int:

@@ -55,8 +55,9 @@ class TrioWire(BaseWire):
         answer = None
         with trio.move_on_after(self._check_time(deadline)):
             await self._send(self._encode(message))
-            while (answer := self._reply_to(message)) is None:
+            while answer is None:
                 await self._receive()
+                answer = self._reply_to(message)
         if answer is None:
             self._fail(CallTimeout(f"the daemon at {self._path} is too slow"))
         return answer

@@ -223,10 +223,11 @@ class Wire(BaseWire):
             ProtocolFailure: The daemon sent what the protocol forbids, or answered `Failed`.
         """
         self._send(message, deadline)
-        while True:
+        answer = None
+        while answer is None:
             self._receive(deadline)
-            if (answer := self._reply_to(message)) is not None:
-                return answer
+            answer = self._reply_to(message)
+        return answer
 
     def _connect(self, deadline: float) -> None:
         while True:

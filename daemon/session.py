@@ -70,8 +70,9 @@ MAX_DETAIL_CHARACTERS: Final = 1000
 """Of an error's text in `Failed`: it may quote what the client sent."""
 
 _QUICK_TURNS: Final = 2
-"""Turns of the event loop in which RamTier answers most requests. A nursery, which waits for two
-things at once, would cost more than the request itself; it comes after them."""
+"""Turns of the event loop in which RamTier answers most requests that it did not answer at once. A
+nursery, which waits for two things at once, would cost more than the request itself; it comes after
+them."""
 
 _RAM_TIER_GONE: Final = (trio.BrokenResourceError, trio.ClosedResourceError)
 

@@ -3,7 +3,8 @@
 DESIGN 4: an actor owns its state alone, and what is sent to it is handled in the order of sending.
 """
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import pytest
 import trio
@@ -45,36 +46,37 @@ def is_answered(envelope: Envelope) -> bool:
     return envelope.handle.is_set
 
 
-async def started(nursery: trio.Nursery, actor: Actor) -> None:
-    nursery.start_soon(actor.run)
-    await trio.testing.wait_all_tasks_blocked()
+@asynccontextmanager
+async def running(actor: Actor) -> AsyncIterator[None]:
+    """The actor has handled what was queued, and waits."""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(actor.run)
+        await trio.testing.wait_all_tasks_blocked()
+        yield
+        nursery.cancel_scope.cancel()
 
 
 async def test_a_waiting_actor_answers_a_call_before_its_sender_goes_on() -> None:
     """No turn of the event loop lies between a call and its answer."""
     actor = Actor()
-    async with trio.open_nursery() as nursery:
-        await started(nursery, actor)
+    async with running(actor):
         for number in range(3):
             envelope = call(number)
             actor.mailbox.send_nowait(envelope)
             assert is_answered(envelope)
-        nursery.cancel_scope.cancel()
     assert actor.handled == [0, 1, 2]
 
 
 async def test_nothing_overtakes_what_is_on_its_way() -> None:
     """A call behind a message that has not been handled waits for its turn."""
     actor = Actor()
-    async with trio.open_nursery() as nursery:
-        await started(nursery, actor)
+    async with running(actor):
         actor.mailbox.send_nowait(Envelope(ClientGone(1)))
         behind = call(2)
         actor.mailbox.send_nowait(behind)
         assert not is_answered(behind)
         await trio.testing.wait_all_tasks_blocked()
         assert is_answered(behind)
-        nursery.cancel_scope.cancel()
     assert actor.handled == [1, 2]
 
 
@@ -83,22 +85,18 @@ async def test_a_call_to_an_actor_that_has_not_begun_waits_for_it() -> None:
     early = call(1)
     actor.mailbox.send_nowait(early)
     assert not is_answered(early)
-    async with trio.open_nursery() as nursery:
-        await started(nursery, actor)
+    async with running(actor):
         assert is_answered(early)
-        nursery.cancel_scope.cancel()
 
 
 async def test_what_has_no_reply_is_queued() -> None:
     """Rule C6: a client may send thousands of these in one piece, and others must run meanwhile."""
     actor = Actor()
-    async with trio.open_nursery() as nursery:
-        await started(nursery, actor)
+    async with running(actor):
         actor.mailbox.send_nowait(Envelope(ClientGone(1)))
         assert actor.handled == []
         await trio.testing.wait_all_tasks_blocked()
         assert actor.handled == [1]
-        nursery.cancel_scope.cancel()
 
 
 async def test_what_is_sent_while_a_message_is_handled_is_handled_after_it() -> None:
@@ -111,13 +109,11 @@ async def test_what_is_sent_while_a_message_is_handled_is_handled_after_it() -> 
         actor.mailbox.send_nowait(inner)
         assert not is_answered(inner)
 
-    async with trio.open_nursery() as nursery:
-        await started(nursery, actor)
+    async with running(actor):
         actor.while_handling = send_once
         actor.mailbox.send_nowait(call(1))
         assert actor.handled == [1]
         await trio.testing.wait_all_tasks_blocked()
-        nursery.cancel_scope.cancel()
     assert actor.handled == [1, 2]
 
 
@@ -125,12 +121,10 @@ async def test_a_send_that_was_given_up_holds_up_no_later_call() -> None:
     actor = Actor(messages=0)
     with trio.move_on_after(0):
         await actor.mailbox.send(Envelope(ClientGone(1)))
-    async with trio.open_nursery() as nursery:
-        await started(nursery, actor)
+    async with running(actor):
         envelope = call(2)
         actor.mailbox.send_nowait(envelope)
         assert is_answered(envelope)
-        nursery.cancel_scope.cancel()
     assert actor.handled == [2]
 
 
@@ -138,12 +132,10 @@ async def test_a_send_without_room_raises_and_holds_up_no_later_call() -> None:
     actor = Actor(messages=0)
     with pytest.raises(trio.WouldBlock):
         actor.mailbox.send_nowait(call(1))
-    async with trio.open_nursery() as nursery:
-        await started(nursery, actor)
+    async with running(actor):
         envelope = call(2)
         actor.mailbox.send_nowait(envelope)
         assert is_answered(envelope)
-        nursery.cancel_scope.cancel()
 
 
 async def test_a_receive_that_was_cancelled_is_no_waiting_actor() -> None:
@@ -154,7 +146,5 @@ async def test_a_receive_that_was_cancelled_is_no_waiting_actor() -> None:
     envelope = call(1)
     actor.mailbox.send_nowait(envelope)
     assert not is_answered(envelope)
-    async with trio.open_nursery() as nursery:
-        await started(nursery, actor)
+    async with running(actor):
         assert is_answered(envelope)
-        nursery.cancel_scope.cancel()

@@ -19,7 +19,7 @@ from prefixcached.actors.storage_format import DamagedFile
 from prefixcached.actors.store import Store
 from prefixcached.protocol.actor_messages import FileEntry
 from tests.support.filesystems import CrashFs, QuickFs, SimulatedCrash, scratch_directory
-from tests.support.store_samples import Sample, checkpoint, segment
+from tests.support.store_samples import checkpoint, segment, write
 
 OLD = (segment(0, 900, seed=1), checkpoint(seed=2), segment(seed=3, namespace="other"))
 CLEARED = (segment(seed=4, namespace="cleared"), segment(seed=5, namespace="cleared"))
@@ -38,14 +38,6 @@ def scratch() -> Iterator[Path]:
     """A quick directory."""
     with scratch_directory() as path:
         yield path
-
-
-def write(store: Store, one: Sample) -> FileEntry:
-    image = one.image()
-    try:
-        return store.write(one.header, one.tokens, one.schema, image)
-    finally:
-        image.free()
 
 
 @dataclass

@@ -16,7 +16,7 @@ from prefixcached.actors.store import Store
 from prefixcached.actors.store_directory import QUARANTINE, SEGMENTS
 from prefixcached.protocol.actor_messages import FileEntry
 from tests.support.filesystems import FaultyFs, QuickFs, scratch_directory
-from tests.support.store_samples import Sample, checkpoint, segment
+from tests.support.store_samples import checkpoint, segment, write
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EMFILE, errno.EACCES)
 
@@ -31,14 +31,6 @@ def scratch() -> Iterator[Path]:
     """A quick directory."""
     with scratch_directory() as path:
         yield path
-
-
-def write(store: Store, one: Sample) -> FileEntry:
-    image = one.image()
-    try:
-        return store.write(one.header, one.tokens, one.schema, image)
-    finally:
-        image.free()
 
 
 def template(path: Path) -> dict[str, FileEntry]:
