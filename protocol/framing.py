@@ -14,12 +14,12 @@ consumed.
 """
 
 import struct
-from collections.abc import Mapping
-from typing import Final, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Final, Literal, NamedTuple, get_args
 
 import msgspec
 
-from prefixcached.protocol import limits, messages
+from prefixcached.protocol import limits
 from prefixcached.protocol.errors import LocalProtocolError, RemoteProtocolError
 from prefixcached.protocol.messages import AnyReply, AnyRequest, StatusReport
 from prefixcached.protocol.scan import scan
@@ -43,6 +43,20 @@ _DECODERS: Final[Mapping[Side, msgspec.msgpack.Decoder[Message]]] = {
     "request": msgspec.msgpack.Decoder(AnyRequest),
     "reply": msgspec.msgpack.Decoder(AnyReply),
 }
+
+_MOST_BYTES: Final = {
+    "namespace": limits.MAX_NAMESPACE_BYTES,
+    "key": limits.MAX_KEY_BYTES,
+    "label": limits.MAX_LABEL_BYTES,
+}
+_TEXTS: Final[Mapping[type[Message], Sequence[tuple[str, int]]]] = {
+    kind: [(name, most) for name, most in _MOST_BYTES.items() if name in kind.__struct_fields__]
+    for kind in get_args(AnyRequest)
+}
+"""By the names of their fields: no list leaves out a request that is added."""
+_WITH_TOKENS: Final = frozenset(
+    kind for kind in get_args(AnyRequest) if "tokens" in kind.__struct_fields__
+)
 
 
 class Frame(NamedTuple):
@@ -165,26 +179,12 @@ def _check_sizes(message: Message) -> None:
 
     msgspec counts characters, and on this side's own messages it checks nothing at all.
     """
-    if not isinstance(message, messages.Request):
-        return
-    match message:
-        case messages.Take() | messages.Offer() | messages.Prefetch():
-            _check_text("namespace", message.namespace, limits.MAX_NAMESPACE_BYTES)
-            _check_tokens(message.tokens)
-            if message.label is not None:
-                _check_text("label", message.label, limits.MAX_LABEL_BYTES)
-        case messages.Peek() | messages.Contains():
-            _check_text("namespace", message.namespace, limits.MAX_NAMESPACE_BYTES)
-            _check_tokens(message.tokens)
-        case messages.OfferObject() | messages.TakeObject():
-            _check_text("namespace", message.namespace, limits.MAX_NAMESPACE_BYTES)
-            _check_text("key", message.key, limits.MAX_KEY_BYTES)
-        case messages.CloseLabel(label=label):
-            _check_text("label", label, limits.MAX_LABEL_BYTES)
-        case messages.Clear(namespace=str(namespace)):
-            _check_text("namespace", namespace, limits.MAX_NAMESPACE_BYTES)
-        case _:
-            pass
+    for name, most_bytes in _TEXTS.get(type(message), ()):
+        text = getattr(message, name)
+        if text is not None:
+            _check_text(name, text, most_bytes)
+    if type(message) in _WITH_TOKENS:
+        _check_tokens(getattr(message, "tokens"))  # noqa: B009, no type says that it has them
 
 
 def _check_text(name: str, text: str, most_bytes: int) -> None:

@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import msgpack
 import msgspec
@@ -166,6 +166,37 @@ def test_what_the_peer_would_refuse_is_not_sent(message: Message) -> None:
     """The side that made the mistake is told, before any byte leaves."""
     with pytest.raises(LocalProtocolError):
         encode(message)
+
+
+BEYOND = {
+    messages.Namespace: "é" * (limits.MAX_NAMESPACE_BYTES // 2 + 1),
+    messages.Namespace | None: "é" * (limits.MAX_NAMESPACE_BYTES // 2 + 1),
+    messages.Label: "é" * (limits.MAX_LABEL_BYTES // 2 + 1),
+    messages.Label | None: "é" * (limits.MAX_LABEL_BYTES // 2 + 1),
+    messages.Key: "é" * (limits.MAX_KEY_BYTES // 2 + 1),
+    messages.Tokens: TOKENS + b"x",
+}
+"""By type: what msgspec admits and the rules do not."""
+SIZED = [
+    (message, name)
+    for message in REQUESTS
+    for name, kind in get_type_hints(type(message), include_extras=True).items()
+    if kind in BEYOND
+]
+
+
+@pytest.mark.parametrize(
+    ("message", "name"), SIZED, ids=[f"{type(message).__name__}.{name}" for message, name in SIZED]
+)
+def test_no_request_has_a_text_or_tokens_that_nobody_checks(
+    message: messages.AnyRequest, name: str
+) -> None:
+    """C3: every field of such a type, in every request, on both sides."""
+    kind = get_type_hints(type(message), include_extras=True)[name]
+    with pytest.raises(RemoteProtocolError, match="malformed request"):
+        decode(frame_of(plain(message) | {name: BEYOND[kind]}), "request")
+    with pytest.raises(LocalProtocolError, match="cannot be encoded"):
+        encode(msgspec.structs.replace(message, **{name: BEYOND[kind]}))
 
 
 @pytest.mark.parametrize("text", ["n" * 512, "é" * 256, "\U0001f600" * 128])
