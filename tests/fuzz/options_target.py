@@ -1,14 +1,11 @@
 """Target `options`: the configuration file and the environment, which people write."""
 
-import os
-import tempfile
 from contextlib import suppress
-from functools import cache
-from pathlib import Path
 from typing import Final
 
 from prefixcached.daemon.options import OptionError, gather, names, options_of
 from tests.fuzz.choices import Choices
+from tests.fuzz.scratch import directory
 
 _VALUES: Final = (
     "8GiB", "12%", "0", "-1", "1e400", "nan", "inf", "1" * 400, "lru", "9" * 30 + "TiB", "0.5",
@@ -21,7 +18,7 @@ def run(data: bytes) -> None:
     """Gather options from a file and a variable: values, or the error that names what is wrong."""
     choices = Choices(data)
     lines = [_line(choices) for _ in range(choices.below(4) + 1)]
-    path = _directory() / "config.toml"
+    path = directory() / "config.toml"
     path.write_bytes(b"\n".join(lines))
     environment: dict[str, str] = {}
     if choices.one_in(2):
@@ -29,18 +26,6 @@ def run(data: bytes) -> None:
         environment[f"PREFIXCACHED_{name.upper()}"] = choices.text()
     with suppress(OptionError):
         options_of(gather({}, file=path, environment=environment))
-
-
-@cache
-def _directory() -> Path:
-    """One directory for all inputs of this process."""
-    memory = "/dev/shm"
-    _KEPT.append(tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None))
-    return Path(_KEPT[0].name)
-
-
-_KEPT: Final[list[tempfile.TemporaryDirectory[str]]] = []
-"""Removed when the process ends."""
 
 
 def _line(choices: Choices) -> bytes:

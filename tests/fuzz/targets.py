@@ -16,11 +16,12 @@ class Target(NamedTuple):
 TARGETS: Final = {
     "wire": Target(15, 1024),
     "layout": Target(8, 512),
-    "files": Target(20, 512),
+    "files": Target(18, 512),
+    "trace": Target(7, 512),
     "options": Target(2, 512),
-    "session": Target(55, 500, is_linux_only=True),
+    "session": Target(50, 500, is_linux_only=True),
 }
-"""The session has most of the code below it and is the slowest: it gets more than half. Its clients
+"""The session has most of the code below it and is the slowest: it gets half. Its clients
 try what Linux's sealed memory must stand."""
 
 
