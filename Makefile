@@ -20,7 +20,7 @@ help:
 	@echo 'make mutation  change the code in thousands of places and see that a test fails (hours)'
 	@echo 'make coverage  the lines and branches that the quick tests run'
 	@echo 'make lint    check style and types, for Linux and for macOS'
-	@echo 'make bench   measure every figure of benchmarks/README.md (bench-quick: small sizes)'
+	@echo 'make bench   measure every figure of benchmarks/README.md (bench-quick: a few, with few rounds)'
 	@echo 'make pictures  draw the pictures of the README again, from a run of the demo'
 	@echo 'make clean   remove .venv and everything that these targets made'
 
@@ -95,7 +95,7 @@ bench: $(VENV)/.bench
 	@$(BIN)/python -m benchmarks.plots
 
 bench-quick: $(VENV)/.runtime
-	@echo '==> Measuring small sizes (some 100 seconds)'
+	@echo '==> Measuring with few rounds (under 90 seconds)'
 	@$(BIN)/python -m benchmarks.run --quick
 
 clean:

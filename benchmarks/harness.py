@@ -78,7 +78,7 @@ class Worker:
     """A `Case` in a process of its own, where nothing of another case has prepared the memory.
 
     The process runs ``cases(role, options)`` of a benchmark's module, a context manager that gives
-    the case. ``environment`` is added to its environment.
+    the case. ``environment`` is added to its environment. It is ready after `wait_until_ready`.
     """
 
     def __init__(
@@ -91,6 +91,9 @@ class Worker:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
             env={**os.environ, **(environment or {})},
         )  # fmt: skip
+
+    def wait_until_ready(self) -> None:
+        """Return when it has prepared its case."""
         self._answer()
 
     def measure(self) -> float:
@@ -135,12 +138,15 @@ def workers(
     module: str, roles: Sequence[str], options: Mapping[str, Any],
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[list[Worker]]:  # fmt: skip
-    """Run one worker for each role and end them."""
+    """Run one worker for each role, ready when they are given, and end them."""
     with contextlib.ExitStack() as stack:
         running = []
         for role in roles:
             running.append(Worker(module, role, options, environment))
             stack.callback(running[-1].close)
+        # Only now: they import and prepare side by side.
+        for worker in running:
+            worker.wait_until_ready()
         yield running
 
 

@@ -35,7 +35,7 @@ PUT, SAVE = "put", "save_prompt_cache"
 
 def run(quick: bool) -> list[Row]:
     """Measure."""
-    new, rounds = (600, 4) if quick else (2_000, 15)
+    new, rounds = 2_000, 4 if quick else 15
     held, more, more_rounds = (2_000, 250, 4) if quick else (8_000, 1_000, 11)
     return [
         measure(f"put, all new, {size(kv.kv_bytes(kv.LLAMA_3B, new))}", 0, new, rounds, Goal(1.1)),

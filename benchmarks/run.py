@@ -35,7 +35,11 @@ def main() -> int:
     """Return 0, or 1 for wrong bytes, and in quick runs for a figure worse than half its goal."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--quick", action="store_true", help="small sizes, few rounds")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="fewer figures, few rounds",
+    )
     options = parser.parse_args()
     names = options.names or (QUICK if options.quick else FULL)
     rows: list[Row] = []
