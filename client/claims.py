@@ -12,6 +12,8 @@ import weakref
 from collections.abc import Callable
 from typing import Final
 
+import xxhash
+
 from prefixcached.client.loans import Hold, Loan
 from prefixcached.protocol import messages
 
@@ -21,20 +23,24 @@ _TOKEN_BYTES: Final = 4
 class Claim(Hold):
     """The first tokens of a prompt, all but the last, are being computed here."""
 
-    def __init__(
-        self, loan: Loan, message: messages.DropClaim, namespace: str, tokens: bytes
-    ) -> None:
+    def __init__(self, loan: Loan, message: messages.DropClaim, take: messages.Take) -> None:
         super().__init__(loan, message)
-        self._namespace = namespace
-        self._tokens = tokens
+        self._namespace = take.namespace
+        self._nbytes = len(take.tokens) - _TOKEN_BYTES
+        # Not the tokens: megabytes that stay make every later call allocate anew.
+        self._digest = _digest_of(take.tokens, self._nbytes)
 
     def is_covered_by(self, namespace: str, tokens: bytes) -> bool:
         """Whether a put of these packed tokens fulfils it."""
-        return namespace == self._namespace and tokens.startswith(self._tokens)
+        return (
+            namespace == self._namespace
+            and len(tokens) >= self._nbytes
+            and _digest_of(tokens, self._nbytes) == self._digest
+        )
 
     def __repr__(self) -> str:
         state = "alive" if self.is_alive else "ended"
-        return f"<Claim on {len(self._tokens) // _TOKEN_BYTES} tokens, {state}>"
+        return f"<Claim on {self._nbytes // _TOKEN_BYTES} tokens, {state}>"
 
 
 class ClaimBook:
@@ -64,7 +70,7 @@ class ClaimBook:
         if reply.claim is None:
             return None
         message = messages.DropClaim(reply.claim, reply.boot)
-        claim = Claim(loan, message, take.namespace, take.tokens[:-_TOKEN_BYTES])
+        claim = Claim(loan, message, take)
         self._claims[id(claim)] = claim
         self._loans[self._owner()] = weakref.ref(loan)
         return claim
@@ -89,3 +95,8 @@ class ClaimBook:
         # A list at once: other threads add claims, and collections remove some.
         found = (reference() for reference in self._claims.valuerefs())
         return [claim for claim in found if claim is not None]
+
+
+def _digest_of(tokens: bytes, nbytes: int) -> bytes:
+    """Of the first ``nbytes``, without a copy of them."""
+    return xxhash.xxh3_128_digest(memoryview(tokens)[:nbytes])
