@@ -101,8 +101,10 @@ class PressureDesk:
     @property
     def next_deadline(self) -> float | None:
         """When `respond` must be called at the latest."""
-        deadlines = (self._next_step, self._next_attempt)
-        return min((d for d in deadlines if d is not None), default=None)
+        step, attempt = self._next_step, self._next_attempt
+        if step is None or attempt is None:
+            return attempt if step is None else step
+        return min(step, attempt)
 
     def statistics(self) -> dict[str, Any]:
         """Level, reason, bytes before and after (rule M4), and counters.

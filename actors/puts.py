@@ -210,10 +210,9 @@ class PutDesk:
     @property
     def next_deadline(self) -> float | None:
         """When `retry` must be called at the latest."""
-        deadlines = (
-            w.put_deadline if w.reason == "put" else w.room_deadline for w in self._waiting
-        )
-        return min(deadlines, default=None)
+        if not self._waiting:
+            return None  # asked for in every turn
+        return min(w.put_deadline if w.reason == "put" else w.room_deadline for w in self._waiting)
 
     @property
     def waiting(self) -> int:

@@ -136,7 +136,9 @@ class RamTier:
             # A question changes nothing, so nothing has become possible.
             if not _is_question(envelope.message) or now >= self._scope.deadline:
                 self._after(now)
-                self._scope.deadline = self._next_deadline()
+                deadline = self._next_deadline()
+                if deadline != self._scope.deadline:  # trio takes as long to set the same one again
+                    self._scope.deadline = deadline
         except Exception as error:  # noqa: BLE001, `run` raises it
             # It is RamTier that fails, in whatever task this was: what it owns may be half changed.
             self._failure = error
@@ -263,11 +265,14 @@ class RamTier:
             self._drained.set()
 
     def _next_deadline(self) -> float:
-        deadlines = (
+        least = self._next_sweep
+        for deadline in (
             self.puts.next_deadline, self.takes.next_deadline, self.writes.next_deadline,
-            self.pressure.next_deadline, self._next_sweep,
-        )  # fmt: skip
-        return min(d for d in deadlines if d is not None)
+            self.pressure.next_deadline,
+        ):  # fmt: skip
+            if deadline is not None and deadline < least:
+                least = deadline
+        return least
 
     @staticmethod
     def _is_due(deadline: float | None, now: float) -> bool:

@@ -173,7 +173,9 @@ class TakeDesk:
     @property
     def next_deadline(self) -> float | None:
         """When `retry` must be called at the latest."""
-        return min((take.deadline for take in self._waiting), default=None)
+        if not self._waiting:
+            return None  # asked for in every turn
+        return min(take.deadline for take in self._waiting)
 
     @property
     def waiting(self) -> int:

@@ -176,6 +176,8 @@ class WriteDesk:
     @property
     def next_deadline(self) -> float | None:
         """When `pump` must be called at the latest."""
+        if not self._queue and not self._flushes:
+            return None  # asked for in every turn
         deadlines = [wait.deadline for wait in self._flushes]
         if self._queue and self._writing is None and not self._waits_for_deletions:
             deadlines.append(self._queue[0][1])
