@@ -1,6 +1,7 @@
-"""How the command line says that it was used wrongly: one line, exit code 2."""
+"""Groups of commands: imported when they are used; wrong usage is one line, exit code 2."""
 
-from collections.abc import Iterator
+import importlib
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -17,7 +18,30 @@ class WrongUsage(click.ClickException):
 
 
 class CommandGroup(click.Group):
-    """A group whose usage errors take one line."""
+    """A group whose usage errors take one line.
+
+    Args:
+        places: "module:function" of each command that is imported when it is used, by its name;
+            the module is one of `prefixcached.daemon.commands`.
+    """
+
+    def __init__(
+        self, *arguments: Any, places: Mapping[str, str] | None = None, **options: Any
+    ) -> None:
+        super().__init__(*arguments, **options)
+        self._places = places or {}
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """See `click.Group.list_commands`."""
+        return sorted({*super().list_commands(ctx), *self._places})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """See `click.Group.get_command`."""
+        if cmd_name in self._places and cmd_name not in self.commands:
+            module, _, function = self._places[cmd_name].partition(":")
+            found = importlib.import_module(f"prefixcached.daemon.commands.{module}")
+            self.add_command(getattr(found, function))
+        return super().get_command(ctx, cmd_name)
 
     def make_context(self, *arguments: Any, **options: Any) -> click.Context:
         """See `click.Command.make_context`."""

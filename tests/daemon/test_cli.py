@@ -5,11 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
 from prefixcached import __version__
-from prefixcached.daemon.cli import main
+from prefixcached.daemon.cli import PLACES, main
 from prefixcached.protocol.paths import SOCKET_VARIABLE
 from tests.support.daemon_process import DaemonProcess
 
@@ -28,6 +29,29 @@ def test_version_and_help() -> None:
     for command in ("serve", "status", "clear"):
         assert command in shown.output
         assert invoke(command, "-h").exit_code == 0
+
+
+@pytest.mark.parametrize("arguments", [("--version",), ("ls", "--help"), ("status", "--help")])
+def test_who_asks_does_not_wait_for_the_modules_of_the_daemon(arguments: tuple[str, ...]) -> None:
+    """A command imports what it needs itself: no event loop, no actors, no mlx."""
+    script = (
+        "import sys; from prefixcached.daemon.cli import main\n"
+        "main(sys.argv[1:], standalone_mode=False)\n"
+        "heavy = {'trio', 'structlog', 'mlx.core', 'prefixcached.actors'} & {*sys.modules}\n"
+        "sys.exit(f'imported: {heavy}' if heavy else 0)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_every_command_is_known_by_its_name(name: str) -> None:
+    """What is imported late is what the name says."""
+    command = main.get_command(click.Context(main), name)
+    assert command is not None
+    assert command.name == name
 
 
 @pytest.mark.parametrize(

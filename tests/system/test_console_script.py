@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from click.testing import CliRunner
 
-from prefixcached.daemon.cli import main
+from prefixcached.daemon.cli import PLACES, main
 from prefixcached.daemon.commands.service import service
 from prefixcached.protocol.paths import CONFIG_VARIABLE, SOCKET_VARIABLE
 from tests.daemon.command_line import BOTH_TIERS, numpy_cache, put
@@ -66,7 +66,7 @@ def run(
 
 def all_commands() -> list[tuple[str, ...]]:
     """Every command; mlx-lm-server's help is mlx_lm's."""
-    names = [name for name in main.commands if name != "mlx-lm-server"]
+    names = [name for name in PLACES if name != "mlx-lm-server"]
     return [(), *((name,) for name in names), *(("service", verb) for verb in service.commands)]
 
 
