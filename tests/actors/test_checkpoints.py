@@ -40,6 +40,24 @@ def test_snapshots_that_their_conversation_has_passed_leave_before_any_segment()
     check_core(core)
 
 
+def test_a_segment_outlives_the_old_snapshots_of_a_conversation_that_came_after_it() -> None:
+    """E11: old snapshots go before a segment that nobody used since, but the newest few do not."""
+    core = Core(small_config(ram_bytes=(2 * TURNS + 1) * PAGE))
+    client = Client(core)
+    before = sequence(20, 1)
+    client.store(before)
+    for turn in range(1, TURNS + 1):
+        client.store(TALK[: turn * TURN], "hybrid/a", state=True)
+    for salt, oldest in ((2, 2), (3, 3)):
+        client.store(sequence(20, salt))
+        assert snapshots(core)[0] == oldest * TURN
+        assert client.contains(before)
+    client.store(sequence(20, 4))
+    assert snapshots(core)[0] == 3 * TURN
+    assert not client.contains(before)
+    check_core(core)
+
+
 def test_once_the_old_ones_are_gone_the_policy_decides() -> None:
     """E11: the newest few have no privilege over what was used more recently."""
     core, client = conversation(2 * TURNS)
@@ -79,6 +97,15 @@ def test_a_snapshot_close_behind_another_is_not_stored() -> None:
     client.store(TALK[:28], "hybrid/a", state=True)
     assert snapshots(core) == [20, 28]
     check_core(core)
+
+
+def test_the_first_snapshot_of_a_short_prompt_is_stored() -> None:
+    """E11: the beginning is no position that can be resumed, however near it is."""
+    core = Core(small_config(checkpoint_min_tokens=8))
+    client = Client(core)
+    client.store(TALK[:5], "hybrid/a", state=True)
+    assert snapshots(core) == [5]
+    assert client.reuse((*TALK[:5], 1), "hybrid/a") == 5
 
 
 def test_storing_only_a_snapshot_that_is_left_out_moves_no_bytes() -> None:

@@ -64,6 +64,7 @@ def test_a_take_that_leaves_much_to_compute_carries_a_claim() -> None:
     assert claim_of(one.ask(PROMPT[: 20 + LEAST])) is None
     assert claim_of(one.ask(PROMPT[: 21 + LEAST])) is not None
     assert [c.length for c in core.claims.claims.values()] == [LEAST, 20 + LEAST]
+    assert core.statistics().claim_outcomes["granted"] == 2
 
 
 @pytest.mark.parametrize("stored", [PROMPT[:-1], PROMPT, (*PROMPT, 7)])
@@ -202,6 +203,24 @@ def test_a_shorter_put_serves_those_who_share_no_more() -> None:
     assert three.verify(at_end, PROMPT).length == len(PROMPT) - 1
 
 
+@pytest.mark.parametrize("order", [(20, 40), (40, 20)])
+def test_of_several_claims_the_one_that_promises_most_is_awaited(order: tuple[int, int]) -> None:
+    """Q2: the end of a claim that promises less answers nobody who can have more."""
+    core = make_core()
+    one, *claimants = clients(core, 3)
+    numbers = {
+        length: claimed(claimant, PROMPT[:length])
+        for length, claimant in zip(order, claimants, strict=True)
+    }
+    slot = waiting(one)
+    assert core.takes.awaited_claims == {one.session: numbers[40]}
+    by_length = dict(zip(order, claimants, strict=True))
+    by_length[20].store(PROMPT[:19])
+    assert slot.reply is None
+    by_length[40].store(PROMPT[:-1])
+    assert one.verify(slot, PROMPT).length == len(PROMPT) - 1
+
+
 def test_a_take_does_not_wait_for_little() -> None:
     """Q2: sharing fewer tokens than the minimum more than is held is not worth it."""
     core = make_core()
@@ -278,6 +297,17 @@ def test_a_declined_put_answers_all_its_waiters() -> None:
     assert one.refusal(PROMPT[:-1]) == "no-space"
     assert all(isinstance(slot.reply, wire.Miss) for slot in slots)
     assert core.statistics().claim_outcomes["declined"] == 1
+
+
+def test_a_declined_put_leaves_nothing_to_wait_for() -> None:
+    """Q2: whoever asks for the prompt after its put was declined is answered at once."""
+    core = make_core()
+    one, two = clients(core, 2)
+    claimed(one)
+    core.memories_left = 0
+    assert one.refusal(PROMPT[:-1]) == "no-space"
+    assert core.statistics().claims == 0
+    assert claim_of(two.ask(PROMPT, wait=10)) is not None
 
 
 def test_a_put_that_fails_to_seal_answers_all_its_waiters() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from prefixcached.actors.checkpoint_policy import KEPT_PER_CHAIN
 from prefixcached.protocol import messages as wire
 from prefixcached.protocol.image import allocated_bytes
 from tests.support.core import PAGE, Core, small_config
@@ -256,6 +257,107 @@ def test_caps_hold_over_many_random_operations(seed: int) -> None:
         assert disk.bytes <= core.index.ssd.bytes <= core.index.ssd.bytes_cap
     assert core.index.ram.peak_bytes <= core.index.ram.bytes_cap
     assert core.index.counters["evictions"] > 5
+
+
+def test_surplus_snapshots_leave_before_segments_that_are_older() -> None:
+    """E11: what a conversation has grown past goes first, whatever was used before it."""
+    turns = KEPT_PER_CHAIN + 1
+    core = Core(small_config(ram_bytes=(2 * turns + 1) * PAGE))
+    client = Client(core)
+    client.store(sequence(10, 1))
+    for turn in range(1, turns + 1):
+        client.store(sequence(10 * turn), "hybrid/a", state=True)
+    client.store(sequence(10, 2))
+    assert client.contains(sequence(10, 1))
+    assert not client.contains(sequence(10), "hybrid/a")
+    assert client.contains(sequence(20), "hybrid/a")
+
+
+def test_what_absorbs_a_leaf_has_its_uses() -> None:
+    """E9, P11: a conversation that was hit stays protected when its next turn absorbs it."""
+    client = Client(Core(small_config(segment_min_tokens=64, max_images=2)))
+    client.store(sequence(10))
+    client.reuse(sequence(11))
+    client.store(sequence(20))
+    for salt in (1, 2, 3):
+        client.store(sequence(10, salt))
+    assert client.contains(sequence(20))
+
+
+def test_a_lower_cap_takes_no_more_than_exceeds_it() -> None:
+    """M5: a cap that no sum of images meets exactly ends the eviction as well."""
+    core = Core(small_config(ram_bytes=4 * PAGE))
+    client = Client(core)
+    for salt in range(4):
+        client.store(sequence(10, salt))
+    core.index.evict_beyond(3 * PAGE + 1)
+    assert core.index.ram.bytes == 3 * PAGE
+
+
+def test_bytes_in_flight_are_not_waited_for() -> None:
+    """E2, E6: what only another put's end can free is no room that comes soon."""
+    core = Core(small_config(ram_bytes=2 * PAGE))
+    first, second = Client(core, 1), Client(core, 2)
+    first.grant(sequence(30))
+    assert second.refusal(sequence(10, 1)) == "no-space"
+
+
+@pytest.mark.parametrize("cap", [{"max_images": 1}, {"ram_bytes": PAGE}])
+def test_what_only_the_writer_holds_is_waited_for(cap: dict[str, int]) -> None:
+    """E4: the one image in RAM is being written; a put gets its place once it is durable."""
+    _, disk, client = two_tiers(**cap)
+    client.store(sequence(10, 0))
+    disk.accept()
+    slot = client.offer(sequence(10, 1))
+    assert slot.reply is None
+    disk.step()
+    assert isinstance(slot.reply, wire.Grant)
+
+
+def test_what_is_lent_while_it_is_written_is_not_waited_for() -> None:
+    """E2, E4: the end of the write frees nothing that a reader holds as well."""
+    _, disk, client = two_tiers(max_images=1)
+    client.store(sequence(10, 0))
+    disk.accept()
+    client.hit(sequence(11, 0))
+    assert client.refusal(sequence(10, 1)) == "no-space"
+
+
+def test_a_promotion_evicts_what_is_used_less() -> None:
+    """E7: what was read again takes the place of what was only stored."""
+    core, disk, client = two_tiers(max_images=1, promote="always")
+    for salt in range(2):
+        client.store(sequence(10, salt))
+        disk.settle()
+    slot = client.ask(sequence(11, 0))
+    disk.settle()
+    client.release(client.verify(slot, sequence(11, 0)))
+    assert core.promotions.promoted == 1
+    assert client.hit(sequence(11, 0)).tier == "ram"
+
+
+def test_a_promotion_leaves_what_was_hit_and_given_back() -> None:
+    """E7: no lease is needed to stay; it is enough to rank above the promoted."""
+    core, disk, client = two_tiers(max_images=1, promote="always")
+    for salt in range(2):
+        client.store(sequence(10, salt))
+        disk.settle()
+    slot = client.ask(sequence(11, 0))
+    client.reuse(sequence(11, 1))
+    disk.settle()
+    client.release(client.verify(slot, sequence(11, 0)))
+    assert core.promotions.declined == 1
+    assert client.hit(sequence(11, 1)).tier == "ram"
+
+
+def test_what_left_ram_for_the_disk_is_no_part_of_a_quota() -> None:
+    """E8, E9: a quota counts resident bytes alone."""
+    core, disk, client = two_tiers(idle_seconds=5.0)
+    client.store(sequence(10))
+    disk.settle()
+    core.advance(30.0)
+    assert client.contains(sequence(10))
+    assert core.index.quotas.resident_bytes == {}
 
 
 def test_images_of_no_bytes_come_and_go() -> None:

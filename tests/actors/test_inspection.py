@@ -50,6 +50,22 @@ def test_sharing_counts_the_branches_below() -> None:
     assert [one.depth for one in namespace.images] == [0, 1, 1, 1]
 
 
+def test_each_branching_indents_once_more() -> None:
+    """C5: a branch of a branch stands deeper than the branch."""
+    core = Core(small_config(segment_min_tokens=1))
+    client = Client(core)
+    head = sequence(20)
+    inner = (*head[:15], *sequence(10, 1))
+    for tokens in (head, inner, (*inner[:20], *sequence(10, 2))):
+        client.put(tokens)
+    (namespace,) = listing(core).namespaces
+    assert [(one.start, one.end, one.depth) for one in namespace.images] == [
+        (0, 20, 0),
+        (15, 25, 1),
+        (20, 30, 2),
+    ]
+
+
 def test_what_was_used_last_is_listed_first_and_the_rest_is_announced() -> None:
     """The limit leaves out what matters least, and says so."""
     core = Core()
@@ -91,6 +107,7 @@ def test_a_listing_says_what_each_image_is() -> None:
         ("object", 0, 0, 0, "picture", 0, 0, 9.0),
     ]
     assert namespace.images[-1].nbytes == 3
+    assert {one.sharing for one in namespace.images} == {1}
     assert all(one.in_ram and not one.on_ssd for one in namespace.images)
     assert namespace.count == len(namespace.images)
 
@@ -149,6 +166,17 @@ def test_an_explanation_shows_how_the_held_prompt_goes_on() -> None:
     assert said.continuations == (pack_tokens(head[10:]), pack_tokens((7, 8)))
 
 
+def test_an_explanation_shows_the_rest_of_a_later_segment_too() -> None:
+    """T9: where a prompt leaves the second segment of its path, what follows there is shown."""
+    core = Core(small_config(segment_min_tokens=1))
+    client = Client(core)
+    tokens = sequence(40)
+    client.put(tokens[:20])
+    client.put(tokens)
+    said = core.reply(1, wire.Explain("plain/a", pack_tokens((*tokens[:30], 9, 9))))
+    assert (said.matched, said.continuations) == (30, (pack_tokens(tokens[30:]),))
+
+
 def test_a_prompt_that_is_held_whole_needs_no_reason() -> None:
     """T9, T3: all but the last token is all that a hit can cover."""
     core = Core()
@@ -157,6 +185,8 @@ def test_a_prompt_that_is_held_whole_needs_no_reason() -> None:
     client.put(tokens)
     whole = core.reply(1, wire.Explain("plain/a", pack_tokens(tokens)))
     assert (whole.length, whole.reason) == (19, "")
+    shortest = core.reply(1, wire.Explain("plain/a", pack_tokens(tokens[:2])))
+    assert (shortest.length, shortest.reason) == (1, "")
     longer = core.reply(1, wire.Explain("plain/a", pack_tokens((*tokens, 5, 5))))
     assert (longer.length, longer.reason) == (20, "diverged")
     nowhere = core.reply(1, wire.Explain("plain/z", pack_tokens(tokens)))
@@ -201,3 +231,34 @@ def test_a_large_tree_is_looked_at_in_part(monkeypatch: pytest.MonkeyPatch) -> N
     assert time.perf_counter() - started < 1.0
     assert len(found.namespaces[0].images) == 25
     assert not found.complete
+
+
+def test_what_is_not_looked_at_any_more_is_only_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C6: all namespaces of a listing share one bound; those behind it show their numbers."""
+    core = Core()
+    client = Client(core)
+    client.put(sequence(10), "plain/b")
+    spec = ImageSpec(ImageKind.OBJECT, tensors=(StateTensor("x", "U8", (3,)),))
+    core.reply(1, wire.Commit(core.reply(1, wire.OfferObject("plain/b", "key", spec)).put))
+    for salt in range(4):
+        client.put(sequence(10, salt), "plain/a")
+    monkeypatch.setattr(inspection, "MAX_VISITED", 4)
+    first, second = listing(core).namespaces
+    assert (first.namespace, len(first.images)) == ("plain/a", 4)
+    assert (second.namespace, second.count, second.images) == ("plain/b", 2, ())
+    assert not listing(core).complete
+
+
+def test_sharing_counts_only_the_branches_that_were_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """C6: what the bound leaves out is in no number."""
+    core = Core(small_config(segment_min_tokens=1))
+    client = Client(core)
+    head = sequence(20)
+    client.put(head)
+    for salt in (1, 2, 3):
+        client.put((*head, *sequence(10, salt)))
+    monkeypatch.setattr(inspection, "MAX_VISITED", 3)
+    (namespace,) = listing(core).namespaces
+    assert [one.sharing for one in namespace.images] == [2, 1, 1]

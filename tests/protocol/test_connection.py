@@ -176,6 +176,7 @@ def test_failed_is_legal_at_any_time_and_ends_the_conversation(state: type[Pair]
         pair.daemon.send(FAILED)
     pair.daemon.receive(b"whatever the client was still writing")
     assert pair.daemon.next_event() is CLOSED
+    assert not pair.daemon.has_partial_frame
 
 
 # -- the end of the stream ------------------------------------------------------------------------
@@ -380,6 +381,15 @@ def test_descriptors_without_a_frame_are_an_error() -> None:
     assert pair.client.take_unclaimed() == [8]
 
 
+def test_a_daemon_refuses_descriptors_before_their_frame_is_complete() -> None:
+    """C3: a client cannot let the daemon hold its descriptors while it writes slowly."""
+    pair = greeted()
+    pair.daemon.receive(encode(m.Status())[:3], [5])
+    with pytest.raises(RemoteProtocolError, match="client sent 1 descriptors; clients send none"):
+        pair.daemon.next_event()
+    assert pair.daemon.take_unclaimed() == [5]
+
+
 @pytest.mark.parametrize("declared", [0, 1])
 def test_a_daemon_accepts_no_descriptors(declared: int) -> None:
     """C3: a client that sends or declares any is refused, and they are returned for closing."""
@@ -409,6 +419,7 @@ def test_a_declaration_without_descriptors_is_refused_too() -> None:
         (m.Fetch(of=1, first=16), m.Descriptors(first=16, count=5), 5, True),
         (m.Fetch(of=1, first=16), m.Descriptors(first=16, count=5), 4, False),
         (m.Fetch(of=1, first=16), m.Descriptors(first=16, count=5), 6, False),
+        (m.Fetch(of=1, first=16), m.Descriptors(first=16, count=5), 0, False),
         (m.Commit(put=1), m.Stored(new_bytes=0, length=1), 1, False),
     ],
 )
@@ -427,6 +438,23 @@ def test_a_reply_carries_at_most_one_descriptor_for_each_image(
     with pytest.raises(RemoteProtocolError, match="descriptors"):
         pair.client.next_event()
     assert pair.client.take_unclaimed() == held
+
+
+@pytest.mark.parametrize(
+    ("request_", "reply", "expected"),
+    [
+        (TAKE, HIT, "at most 2"),
+        (m.Fetch(of=1, first=16), m.Descriptors(first=16, count=5), "5"),
+        (TAKE, m.Miss(reason="empty"), "0"),
+    ],
+)
+def test_who_declares_too_many_descriptors_is_told_how_many_are_legal(
+    request_: m.AnyRequest, reply: m.AnyReply, expected: str
+) -> None:
+    """C3: whoever writes another client or daemon learns the number, or the most, it may be."""
+    pair = pending(request_)
+    with pytest.raises(LocalProtocolError, match=f"with 9 descriptors; expected {expected}$"):
+        pair.daemon.send(reply, 9)
 
 
 # -- anything at all ------------------------------------------------------------------------------

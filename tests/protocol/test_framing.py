@@ -271,3 +271,21 @@ def test_a_frame_declares_at_most_sixteen_descriptors(count: int) -> None:
     """The side that sends more is told so itself."""
     with pytest.raises(LocalProtocolError, match="descriptors"):
         encode(messages.Status(), descriptors=count)
+
+
+def test_sixteen_descriptors_beside_a_frame_are_legal() -> None:
+    """docs/protocol.md: both sides allow exactly as many as the page says."""
+    reply = messages.Descriptors(first=0, count=limits.MAX_DESCRIPTORS)
+    data = encode(reply, descriptors=limits.MAX_DESCRIPTORS)
+    assert decode_all(data, "reply") == [Frame(reply, limits.MAX_DESCRIPTORS)]
+
+
+def test_a_frame_of_exactly_the_limit_is_sent() -> None:
+    """C3: whoever sends a frame is held to the very limit that its reader keeps."""
+    around = len(encode(messages.Failed(reason="protocol", detail="x" * (1 << 16)))) - HEADER_BYTES
+    room = limits.MAX_FRAME_BYTES - around + (1 << 16)
+    fits = messages.Failed(reason="protocol", detail="x" * room)
+    data = encode(fits)
+    assert len(data) == HEADER_BYTES + limits.MAX_FRAME_BYTES
+    with pytest.raises(LocalProtocolError, match=f"takes {limits.MAX_FRAME_BYTES + 1} bytes"):
+        encode(messages.Failed(reason="protocol", detail="x" * (room + 1)))

@@ -80,6 +80,11 @@ def test_an_object_has_its_tensors_alone() -> None:
         (None, ImageSpec(ImageKind.OBJECT, 0, 1), "stands at one position"),
         (SCHEMA, ImageSpec(ImageKind.SEGMENT, 0, 1, (), (STATE,)), "belong to a checkpoint"),
         (SCHEMA, ImageSpec(ImageKind.SEGMENT, 0, 9, ROWS * 2), "2 window groups .* has 1"),
+        (
+            msgspec.structs.replace(SCHEMA, windows=(Window(8), Window(4))),
+            ImageSpec(ImageKind.SEGMENT, 0, 100, ROWS),
+            "1 window groups .* has 2",
+        ),
         (None, ImageSpec(ImageKind.OBJECT, windows=ROWS), "1 window groups .* has 0"),
         (
             SCHEMA,

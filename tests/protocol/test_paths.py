@@ -9,6 +9,8 @@ import pytest
 from prefixcached.protocol.paths import (
     MAX_SOCKET_PATH_BYTES,
     SOCKET_VARIABLE,
+    directory_refusal,
+    length_refusal,
     log_file,
     service_files,
     socket_path,
@@ -86,3 +88,33 @@ def test_files_lie_where_the_desktop_specification_wants_them(
     assert unit == tmp_path / "config/systemd/user/prefixcached.socket"
     monkeypatch.delenv("XDG_CONFIG_HOME")
     assert service_files()[1] == tmp_path / ".config/systemd/user/prefixcached.socket"
+
+
+def test_a_path_that_does_not_fit_a_socket_is_refused_by_its_bytes() -> None:
+    """PLATFORM 1.6: 103 bytes fit on every platform; one more is refused, with the remedy."""
+    assert length_refusal(Path("/" + "x" * (MAX_SOCKET_PATH_BYTES - 1))) == ""
+    refusal = length_refusal(Path("/" + "x" * (MAX_SOCKET_PATH_BYTES - 2) + "é"))
+    assert f"takes {MAX_SOCKET_PATH_BYTES + 1} bytes" in refusal
+    assert SOCKET_VARIABLE in refusal
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o701, 0o750, 0o755, 0o1700, 0o770])
+def test_a_directory_that_others_enter_is_refused(tmp_path: Path, mode: int) -> None:
+    """C1: nothing but 0700 will do, and the refusal says how to make it so."""
+    tmp_path.chmod(0o700)
+    assert directory_refusal(tmp_path) == ""
+    tmp_path.chmod(mode)
+    refusal = directory_refusal(tmp_path)
+    assert f"has mode {mode:04o} and must be 0700" in refusal
+    assert f"chmod 700 '{tmp_path}'" in refusal
+
+
+@pytest.mark.parametrize("distance", [1, -1])
+def test_a_directory_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, distance: int
+) -> None:
+    """C1: whoever owns the directory could put another socket there, whatever its mode."""
+    tmp_path.chmod(0o700)
+    owner = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: owner + distance)
+    assert f"belongs to user {owner}, not to user {owner + distance}" in directory_refusal(tmp_path)

@@ -151,6 +151,7 @@ def test_a_schema_has_at_most_its_bytes() -> None:
         msgpack.packb({"windows": [{"size": (1 << 32) + 1}]}),
         msgpack.packb({"windows": [{"size": 8, "keep": -1}]}),
         msgpack.packb({1: 2}),
+        msgpack.packb({"x": {1: 2}}),
         b"\x81\xa1x" + b"\x91" * 5000 + b"\xc0",
         b"\x81\xa1x\xd4\x01\x00",
     ],

@@ -59,7 +59,19 @@ def test_an_array_with_an_id_that_does_not_fit_is_refused(dtype: type[Any]) -> N
 
 @pytest.mark.parametrize(
     "tokens",
-    [[0.5], [1, 2.0], ["1"], [None], [[1]], [[1], [2]], "abc", np.zeros((2, 2), int), b"abc"],
+    [
+        [0.5],
+        [1, 2.0],
+        ["1"],
+        [None],
+        [[1]],
+        [[1], [2]],
+        "abc",
+        b"abc",
+        np.zeros((2, 2), int),
+        np.array(5),
+        np.array([True, False]),
+    ],
 )
 def test_what_is_no_token_is_a_type_error(tokens: Sequence[int]) -> None:
     """A caller's mistake is told, and is not taken for an id that cannot be stored."""
