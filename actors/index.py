@@ -458,8 +458,8 @@ class Index:
     def expect_trash(self, namespace: str | None) -> None:
         """The disk will be told to clear a namespace (all when None); to be called before `clear`.
 
-        The disk will report every file of it as trash, also those that are charged elsewhere,
-        because somebody reads them or they were being written or deleted.
+        The disk will report every file of it as trash, also those that are charged elsewhere, since
+        somebody read them when they left, or they were being written or deleted.
         """
         self._clears += 1
         self._is_trash_expected = True

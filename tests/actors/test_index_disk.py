@@ -1,0 +1,232 @@
+"""What the index knows of the disk: room, files without a place, trash, lost files (E1, D3, D8)."""
+
+import random
+
+from prefixcached.protocol.actor_messages import DropOthers, FilesLost
+from tests.actors.test_index_corners import two_tiers
+from tests.support.core import PAGE, Core, small_config
+from tests.support.core_client import Client, sequence
+from tests.support.core_disk import FakeDisk
+
+
+def with_orphans(count: int) -> tuple[Core, FakeDisk, Client]:
+    """A daemon that found files of one page each whose parents are gone."""
+    _, disk, client = two_tiers()
+    for salt in range(count):
+        client.store(sequence(10, salt))
+        client.store(sequence(20, salt))
+    disk.settle()
+    for path, file in list(disk.files.items()):
+        if not file.entry.header.parent:
+            disk.lose(path)
+    core = Core(small_config(ssd_bytes=1 << 30), is_loaded=False)
+    disk.restart(core, random.Random(0))
+    assert len(core.index.unattached) == count
+    return core, disk, Client(core)
+
+
+def test_foreign_files_make_room_before_entries_do() -> None:
+    """D10: what is no entry is told to go first, by just so much as is needed."""
+    core, disk, client = two_tiers()
+    client.store(sequence(10))
+    disk.settle()
+    core.index.set_other_bytes(3 * PAGE)
+    core.index.ssd.bytes_cap = core.index.ssd.bytes + PAGE
+    assert core.index.make_room_on_disk(PAGE)
+    assert core.to_ssd == []
+    core.index.make_room_on_disk(PAGE + 1)
+    orders = [order.message for order in core.to_ssd if isinstance(order.message, DropOthers)]
+    assert orders == [DropOthers(1)]
+
+
+def test_files_without_a_place_make_room_alone_where_they_suffice() -> None:
+    """D10: no more of them goes than is needed, and nothing else."""
+    core, disk, _ = with_orphans(2)
+    index = core.index
+    index.set_other_bytes(PAGE)
+    index.ssd.bytes_cap = index.ssd.bytes
+    assert index.make_room_on_disk(PAGE)
+    assert len(index.unattached) == 1
+    assert not [order for order in core.to_ssd if isinstance(order.message, DropOthers)]
+    disk.settle()
+    assert disk.bytes == PAGE
+    assert index.ssd.bytes == 2 * PAGE
+
+
+def test_the_whole_cap_can_be_had_from_files_without_a_place() -> None:
+    """D10: what is no entry stands in nobody's way."""
+    core, disk, _ = with_orphans(2)
+    core.index.ssd.bytes_cap = core.index.ssd.bytes
+    assert core.index.make_room_on_disk(core.index.ssd.bytes_cap)
+    disk.settle()
+    assert (disk.bytes, core.index.ssd.bytes) == (0, 0)
+
+
+def test_cleared_files_without_a_place_are_known_no_more() -> None:
+    """D11: `clear` takes them with the rest of their namespace."""
+    core, disk, client = with_orphans(1)
+    client.clear("plain/a")
+    assert core.index.unattached == {}
+    disk.settle()
+    assert core.index.ssd.bytes == 0
+
+
+def test_lost_files_without_a_place_are_known_no_more() -> None:
+    """D7: with the directory went those that are no entries as well."""
+    core, _, _ = with_orphans(1)
+    core.send(FilesLost())
+    assert core.index.unattached == {}
+    assert core.index.ssd.bytes == 0
+
+
+def test_foreign_bytes_are_what_was_said_last() -> None:
+    """D5: each report of them replaces the one before, and counts orphans apart."""
+    core, _, _ = with_orphans(1)
+    for pages in (3, 1, 2):
+        core.index.set_other_bytes(pages * PAGE)
+        assert core.index.ssd.bytes_by_state["other"] == (pages + 1) * PAGE
+
+
+def test_no_file_goes_in_vain() -> None:
+    """E6: what is lent keeps its file; if the rest is too little, all stays."""
+    core, disk, client = two_tiers()
+    for salt in range(2):
+        client.store(sequence(10, salt))
+    disk.settle()
+    client.hit(sequence(11, 0))
+    core.index.ssd.bytes_cap = disk.bytes
+    assert not core.index.make_room_on_disk(2 * PAGE)
+    assert core.index.counters["ssd_evictions"] == 0
+    disk.settle()
+    assert len(disk.files) == 2
+
+
+def test_one_file_goes_where_its_bytes_are_just_enough() -> None:
+    """D5: a need that is met exactly is met."""
+    core, disk, client = two_tiers()
+    for salt in range(2):
+        client.store(sequence(10, salt))
+    disk.settle()
+    core.index.ssd.bytes_cap = disk.bytes - PAGE
+    assert core.index.make_room_on_disk(0)
+    disk.settle()
+    assert disk.bytes == PAGE
+
+
+def test_the_files_of_a_chain_go_from_its_end_in_one_sweep() -> None:
+    """E2: a parent's file may go as soon as no file names it, though RAM keeps both images."""
+    core, disk, client = two_tiers()
+    for length in (10, 20):
+        client.store(sequence(length))
+    disk.settle()
+    core.index.ssd.bytes_cap = 0
+    assert core.index.make_room_on_disk(0)
+    disk.settle()
+    assert not disk.files
+    assert client.contains(sequence(20))
+
+
+def test_a_file_whose_childs_file_was_lost_may_go() -> None:
+    """D1, E2: no file names it any more."""
+    core, disk, client = two_tiers()
+    for length in (10, 20):
+        client.store(sequence(length))
+    disk.settle()
+    (child,) = (entry for entry in core.index.entries.values() if entry.spec.end == 20)
+    core.index.lose_file(child)
+    core.index.ssd.bytes_cap = 0
+    assert core.index.make_room_on_disk(0)
+    assert core.index.counters["ssd_evictions"] == 1
+
+
+def test_a_file_whose_child_will_not_be_written_may_go() -> None:
+    """E4, D7: a queued write binds its parent's file only until the disk fails."""
+    core, disk, client = two_tiers(write_delay_seconds=1.0)
+    client.store(sequence(10))
+    core.advance(2.0)
+    disk.settle()
+    client.store(sequence(20))
+    client.reuse((*sequence(10), 7))
+    core.index.ssd.bytes_cap = 0
+    assert not core.index.make_room_on_disk(0)
+    disk.set_healthy(False)
+    assert core.index.make_room_on_disk(0)
+
+
+def test_what_the_disk_evicts_makes_the_rest_older() -> None:
+    """E3: under `cost-size` the age rises to what any tier has evicted."""
+    core, disk, client = two_tiers(retention="cost-size")
+    for length, salt in ((10, 0), (12, 1)):
+        client.store(sequence(length, salt))
+    disk.settle()
+    core.index.ssd.bytes_cap = disk.bytes - PAGE
+    assert core.index.make_room_on_disk(0)
+    disk.settle()
+    core.index.ssd.bytes_cap = 1 << 30
+    client.store(sequence(5, 2))
+    disk.settle()
+    core.index.ssd.bytes_cap = disk.bytes - PAGE
+    assert core.index.make_room_on_disk(0)
+    disk.settle()
+    assert [file.entry.header.spec.end for file in disk.files.values()] == [5]
+
+
+def test_a_lent_image_of_a_cleared_namespace_is_charged_until_its_lease_ends() -> None:
+    """D11, L2: its file went with the trash; the last reader leaves nothing charged."""
+    core, disk, client = two_tiers()
+    client.store(sequence(10))
+    disk.settle()
+    hit = client.hit(sequence(11))
+    client.clear()
+    disk.settle()
+    assert core.index.ssd.bytes == PAGE
+    client.release(hit)
+    assert (core.index.ram.bytes, core.index.ssd.bytes) == (0, 0)
+
+
+def test_what_was_being_deleted_is_not_discharged_twice() -> None:
+    """D5, D11: the disk may report it as trash too, so the first reports count for that."""
+    core, disk, client = two_tiers()
+    for salt in range(4):
+        client.store(sequence(10, salt))
+    disk.settle()
+    index = core.index
+    for entry in list(index.entries.values())[:2]:
+        index.remove(entry)
+    client.clear()
+    index.namespace_cleared()
+    left: list[int] = []
+    for done in (False, False, False, True):
+        index.trash_emptied(PAGE, done=done)
+        left.append(index.ssd.bytes_by_state["trash"] // PAGE)
+    assert left == [2, 2, 1, 0]
+
+
+def test_what_was_being_deleted_at_one_clear_does_not_count_at_the_next() -> None:
+    """D5, D11: with the trash empty nothing is expected of an earlier clear."""
+    core, disk, client = two_tiers()
+    client.store(sequence(10))
+    disk.settle()
+    core.index.remove(*core.index.entries.values())
+    client.clear()
+    disk.settle()
+    for salt in range(2):
+        client.store(sequence(10, salt))
+    disk.settle()
+    client.clear()
+    disk.step()
+    disk.empty_trash()
+    assert core.index.ssd.bytes_by_state["trash"] == PAGE
+
+
+def test_what_is_in_the_trash_is_room_to_come() -> None:
+    """D5, D11: nobody's file is deleted for bytes that a clear gives back."""
+    core, disk, client = two_tiers()
+    for namespace in ("plain/a", "plain/b"):
+        client.store(sequence(10), namespace)
+    disk.settle()
+    client.clear("plain/a")
+    disk.step()
+    core.index.ssd.bytes_cap = core.index.ssd.bytes
+    assert core.index.make_room_on_disk(PAGE)
+    assert core.index.counters["ssd_evictions"] == 0
