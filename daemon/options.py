@@ -5,6 +5,7 @@ Later ones win: default, file, environment, flag. `Options` is the one list of o
 Whoever names an unknown key or a bad value is told key, value and what is allowed.
 """
 
+import difflib
 import os
 import sys
 import tomllib
@@ -217,7 +218,9 @@ def gather(
         name = variable.removeprefix(PREFIX).lower()
         source = "environment"
         if name not in settings:
-            raise OptionError(f"{variable} in the environment is no option; {_known('variables')}")
+            raise OptionError(
+                f"{variable} in the environment is no option; {_known('variables', variable)}"
+            )
         settings[name] = Setting(_parse(name, variable, text, source), f"{source} {variable}")
     for name, value in flags.items():
         if value is not None:
@@ -249,7 +252,7 @@ def read_file(path: Path | None) -> dict[str, Any]:
                 f"socket in {file}: clients do not read this file; set {SOCKET_VARIABLE} for both"
             )
         if name not in names():
-            raise OptionError(f"{name} in {file} is no option; {_known('keys')}")
+            raise OptionError(f"{name} in {file} is no option; {_known('keys', name)}")
     return content
 
 
@@ -269,9 +272,12 @@ def _parse(name: str, shown: str, value: object, source: str) -> object:
         ) from error
 
 
-def _known(what: str) -> str:
+def _known(what: str, wrong: str) -> str:
+    """Say which of them is most like ``wrong``, and name all."""
     known = names() if what == "keys" else [f"{PREFIX}{name.upper()}" for name in names()]
-    return f"{what} are {', '.join(known)}"
+    like = difflib.get_close_matches(wrong, known, 1)
+    nearest = f"did you mean {like[0]}? " if like else ""
+    return f"{nearest}{what} are {', '.join(known)}"
 
 
 def table() -> str:

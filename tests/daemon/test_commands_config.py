@@ -86,7 +86,7 @@ def test_the_file_is_named_by_variable_or_found_where_the_platform_keeps_it(
         ('state_dir = "relative"', ("state_dir", "relative", "absolute")),
         ('state_dir = "~nobody-at-all/x"', ("state_dir", "~nobody-at-all/x", "absolute")),
         ("ram_bytes = " + "[" * 5000 + "]" * 5000, ("is no TOML",)),
-        ("ram_byte = 1", ("ram_byte", "ram_bytes", "put_min_tokens")),
+        ("ram_byte = 1", ("ram_byte ", "did you mean ram_bytes?", "put_min_tokens")),
         ('socket = "/s"', ("socket", "PREFIXCACHED_SOCKET")),
         ("[ram]\nbytes = 1", ("ram",)),
         ("ram_bytes =", ("TOML",)),
