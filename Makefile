@@ -65,7 +65,7 @@ mutation: $(VENV)/.trust
 coverage: $(VENV)/.trust
 	@echo '==> Running: pytest, counting lines and branches in every process'
 	@rm -rf .coverage && mkdir .coverage
-	@$(BIN)/coverage run -m pytest -m 'not slow and not exhaustive' -o timeout=600
+	@$(BIN)/coverage run -m pytest -n 2 --dist worksteal -m 'not slow and not exhaustive' -o timeout=600
 	@$(BIN)/coverage combine --quiet
 	@$(BIN)/coverage report
 
