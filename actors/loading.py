@@ -29,6 +29,8 @@ class LoadDesk:
         self._now_wall_seconds = 0.0
         self._cleared: set[str] = set()
         self._all_cleared = False
+        self.is_complete = False
+        """Whether all files have been found; a failing disk lets RamTier serve before that."""
         self.loaded = 0
         self.damaged = 0
         self.duplicates = 0
@@ -56,16 +58,18 @@ class LoadDesk:
             for file in files:
                 self._leave_unattached(file)
         self._orphans, self._checkpoints, self._schemas = {}, [], {}
-        self._cleared, self._all_cleared = set(), False
+        if not batch.later:
+            self._cleared, self._all_cleared = set(), False
+            self.is_complete = True
         for namespace in list(self._index.namespaces.values()):
             self._index.forget_if_empty(namespace)  # all its files may be unattached
-        self._index.ssd.add("other", batch.foreign_bytes + batch.quarantine_bytes, 0)
+        self._index.set_other_bytes(batch.foreign_bytes + batch.quarantine_bytes)
         self._index.make_room_on_disk(0)  # the directory may have been over its cap (rule D5)
 
     def clear(self, namespace: str | None) -> None:
         """Forget what was found of a namespace (all when None), and what is still to be found.
 
-        While the index loads every put is declined, so nothing new can appear in it meanwhile.
+        Nothing new can be among that: nothing is written before the scan is over.
         """
         if namespace is None:
             self._all_cleared = True
@@ -80,11 +84,12 @@ class LoadDesk:
         ready = [file]
         while ready:
             file = ready.pop()
-            namespace = self._namespace(file)
+            is_top = not file.header.parent
+            namespace = self._namespace(file) if is_top else self._known_namespace(file)
             parent = None if namespace is None else self._parent(namespace, file)
-            if namespace is None:
+            if is_top and namespace is None:
                 self._leave_unattached(file)
-            elif parent is None:
+            elif namespace is None or parent is None:
                 key = (file.header.namespace, file.header.parent)
                 self._orphans.setdefault(key, []).append(file)
             elif self._attach(namespace, parent, file):
@@ -125,7 +130,7 @@ class LoadDesk:
         return True
 
     def _place_checkpoint(self, file: FileEntry) -> None:
-        header, namespace = file.header, self._namespace(file)
+        header, namespace = file.header, self._known_namespace(file)
         path = None if namespace is None else tree.walk(namespace.root, token_array(file.tokens))
         position = header.spec.end
         if namespace is None or path is None or path.matched < position or not path.steps:
@@ -165,8 +170,18 @@ class LoadDesk:
         self._index.remove(twin)
         return True
 
+    def _known_namespace(self, file: FileEntry) -> Namespace | None:
+        """Return the file's namespace if it is there, with the file's schema."""
+        namespace = self._index.namespaces.get(file.header.namespace)
+        fits = namespace is not None and namespace.schema_digest == file.header.schema_digest
+        return namespace if fits else None
+
     def _namespace(self, file: FileEntry) -> Namespace | None:
-        """Return the file's namespace; None if its schema is lost or another one is in force."""
+        """Return the namespace of a prompt's first file, which brings its schema (N4).
+
+        What hangs on others never does: they may be gone, and the schema another one since. None if
+        the schema is lost or another one is in force.
+        """
         name, digest = file.header.namespace, file.header.schema_digest
         namespace = self._index.namespaces.get(name)
         if namespace is not None and namespace.schema_digest:

@@ -89,6 +89,8 @@ class CgroupTwo:
         news: dict[str, int] = dict.fromkeys(("high", "max", "oom", "oom_kill"), 0)
         for group in groups:
             counts = _table(group / "memory.events")
+            if not counts:
+                continue  # not readable just now: the next reading compares with the last one
             # A group that is seen for the first time has a past that says nothing of now.
             before = self._events.get(group, counts)
             for name in news:

@@ -90,6 +90,7 @@ class PressureDesk:
         if self._excess(self._ram.bytes_cap) > 0:
             self._keep_cap()
         if not self._ram.is_reduced:
+            self._next_attempt = None  # a cap of 0 has nothing to release
             return
         self._release_durable()
         if self.level is Level.CRITICAL:

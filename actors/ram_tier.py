@@ -322,7 +322,7 @@ class RamTier:
             images, ram_bytes = images + gone[0], ram_bytes + gone[1]
         self._epoch += 1
         if self.config.ssd_bytes:
-            if self._loading:
+            if not self.loads.is_complete:
                 self.loads.clear(name)
             self.ssd(inner.ClearNamespace(name, self._epoch))
         self._clears[self._epoch] = answer, wire.Cleared(images=images, ram_bytes=ram_bytes)

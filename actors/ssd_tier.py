@@ -394,6 +394,7 @@ class SsdTier:
                 foreign_bytes=waste.other_bytes - waste.quarantine_bytes,
                 quarantine_bytes=waste.quarantine_bytes,
                 damaged=damaged,
+                later=self._scan_wanted,
             )
         )
 

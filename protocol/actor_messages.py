@@ -142,7 +142,8 @@ class Loaded(ActorMessage, frozen=True, tag="loaded"):
     """A batch of files found at start-up; ``done`` with the last one.
 
     ``schemas`` maps a schema digest of the batch to its encoded bytes. ``foreign_bytes`` and
-    ``quarantine_bytes`` count what the directory holds beside entries, in the last batch.
+    ``quarantine_bytes`` count what the directory holds beside entries, in the last batch. ``later``
+    says with the last one that the disk fails, and that the scan comes, or goes on, once it works.
     """
 
     entries: tuple[FileEntry, ...]
@@ -151,6 +152,7 @@ class Loaded(ActorMessage, frozen=True, tag="loaded"):
     foreign_bytes: int = 0
     quarantine_bytes: int = 0
     damaged: int = 0
+    later: bool = False
 
 
 class Synced(ActorMessage, frozen=True, tag="synced"):

@@ -484,6 +484,50 @@ def test_bytes_on_their_way_to_the_system_are_not_released_twice() -> None:
     assert core.index.ram.bytes == CAP // 2
 
 
+def test_what_remains_is_shown_until_the_pressure_ends() -> None:
+    """M4: a fall to warn is no end; from the end on the number stands, whatever comes then."""
+    core, _ = with_disk()
+    put(core, 1)
+    press(core, "critical")
+    press(core, "warn")
+    core.advance(RETURN_SECONDS)
+    put(core, 2)
+    assert pressure(core)["bytes_after"] == 2 * PAGE
+    press(core, "normal")
+    put(core, 3)
+    press(core, "unknown")
+    assert pressure(core)["bytes_after"] == 2 * PAGE
+
+
+def test_without_any_pressure_there_is_nothing_to_compare() -> None:
+    """M4: as long as no level was raised, before and after are 0."""
+    core, _ = with_disk()
+    put(core, 1)
+    assert (pressure(core)["bytes_before"], pressure(core)["bytes_after"]) == (0, 0)
+
+
+@pytest.mark.parametrize("images", [4, 6])
+def test_not_a_byte_more_than_the_target_stays(images: int) -> None:
+    """M2: where the target is a byte short of an image, that image leaves as well."""
+    core, disk = with_disk(ram_bytes=CAP - 2)
+    durable(core, disk, *range(1, images + 1))
+    press(core, "warn")
+    assert pressure(core)["target_bytes"] == 4 * PAGE - 1
+    assert core.index.ram.bytes == 3 * PAGE
+
+
+def test_the_actor_wakes_up_for_the_next_step() -> None:
+    """M4: the target grows, and who waits for room gets it, though no message comes."""
+    core, _ = with_disk()
+    press(core, "critical")
+    press(core, "normal")
+    assert core.pressure.next_deadline == core.clock + RETURN_SECONDS
+    core.advance(RETURN_SECONDS)
+    assert core.pressure.next_deadline == core.clock + RETURN_SECONDS
+    core.advance(2 * RETURN_SECONDS)
+    assert core.pressure.next_deadline is None
+
+
 @pytest.mark.parametrize("level", ["unknown", "normal"])
 def test_levels_without_pressure_change_nothing(level: str) -> None:
     """M1: unknown is a level of its own that asks for nothing, and so does normal."""
@@ -591,3 +635,24 @@ def test_nothing_is_deleted_from_the_disk_under_pressure() -> None:
     press(core, "critical")
     assert not [e for e in core.to_ssd if isinstance(e.message, DeleteFile)]
     assert len(disk.files) == 4
+
+
+def test_a_cap_that_is_a_byte_short_of_an_image_has_no_room_for_it() -> None:
+    """M5, E1: not a byte is held beyond the new cap."""
+    core = ram_only()
+    for name in (1, 2, 3):
+        put(core, name)
+    core.send(RamCapChanged(3 * PAGE - 1))
+    assert in_ram(core) == {2, 3}
+
+
+def test_a_cap_of_nothing_leaves_nothing_to_do_under_pressure() -> None:
+    """M3: without RAM a critical level is met at once, and RamTier sleeps."""
+    core, _ = with_disk(ram_bytes=0)
+    core.send(PressureChanged("critical", "test"))
+    core.check_no_livelock()
+    core, _ = with_disk()
+    core.send(PressureChanged("critical", "test"))
+    core.send(RamCapChanged(0))
+    core.check_no_livelock()
+    core.advance(RETRY_SECONDS)
