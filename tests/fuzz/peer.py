@@ -63,14 +63,20 @@ class Lent:
     descriptors: list[int]
     tokens: Tokens = ()
     key: str | None = None
+    edits: int = 0
+    """`Known.edits` when it was asked for."""
 
 
 @dataclass
 class Known:
-    """What all peers of a run know: the namespaces they use, and those with any bytes in them."""
+    """What all peers of a run know: the namespaces they use, and those with any bytes in them.
+
+    ``edits`` counts changes of files behind the daemon's back.
+    """
 
     names: tuple[str, ...]
     tainted: set[str] = field(default_factory=set)
+    edits: int = 0
 
 
 class Place(Protocol):
@@ -101,6 +107,7 @@ class Peer:
         self._mappings: list[mmap.mmap] = []
         self._opened: list[int] = []
         self.pending: deque[AnyRequest] = deque()
+        self._edits: deque[int] = deque()
         self.puts: dict[int, Put] = {}
         self.lent: dict[int, Lent] = {}
         self.pins: list[int] = []
@@ -147,6 +154,7 @@ class Peer:
                 pass
         if type(request) not in ONE_WAY:
             self.pending.append(request)
+            self._edits.append(self._known.edits)
 
     def _drop(self, held: Put | Lent | None) -> None:
         for descriptor in held.descriptors if held is not None else ():
@@ -192,8 +200,9 @@ class Peer:
         if isinstance(reply, m.Failed):
             assert reply.reason != "internal", reply
             self.pending.clear()
+            self._edits.clear()
             return
-        request = self.pending.popleft()
+        request, edits = self.pending.popleft(), self._edits.popleft()
         assert type(reply) in REPLIES[type(request)], (request, reply)
         match request, reply:
             case ((m.Offer() | m.OfferObject() as offer), m.Grant()):
@@ -203,10 +212,13 @@ class Peer:
                 self._opened += self.puts.pop(number).descriptors
             case m.Take(), m.Hit():
                 tokens = tuple(token_array(request.tokens).tolist())
-                self._hit(reply, Lent(reply, request.namespace, descriptors, tokens))
+                self._hit(reply, Lent(reply, request.namespace, descriptors, tokens, edits=edits))
                 assert reply.length < len(tokens), "T3: a hit covers at most all but one"
             case m.TakeObject(), m.Hit():
-                self._hit(reply, Lent(reply, request.namespace, descriptors, key=request.key))
+                self._hit(
+                    reply,
+                    Lent(reply, request.namespace, descriptors, key=request.key, edits=edits),
+                )
             case m.Fetch(of=number, first=first), m.Descriptors():
                 self._fetched(number, first, descriptors)
             case m.Prefetch(), m.Pinned(pin=int(pin)):
@@ -231,11 +243,17 @@ class Peer:
 
     # -- bytes ----------------------------------------------------------------------------------
 
+    def note_edit(self) -> None:
+        """Some file is about to be changed behind the daemon's back."""
+        self._known.edits += 1
+
     def verify(self, lent: Lent) -> None:
         """Compare every byte of a hit with what must have been stored, once all of it is here."""
         hit = lent.hit
         if len(lent.descriptors) < len(hit.parts) or lent.namespace in self._known.tainted:
             return
+        if hit.tier == "ssd" and lent.edits != self._known.edits:
+            return  # a file is checked before it is lent, and cannot be sealed (D3)
         if lent.key is not None:
             (part,), (descriptor,) = hit.parts, lent.descriptors
             wanted = object_bytes(lent.namespace, lent.key, part.spec)

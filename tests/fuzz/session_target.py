@@ -133,6 +133,7 @@ async def _step(choices: Choices, place: Place, peer: Peer) -> bool:
             return True
         case 6:
             if choices.one_in(2) and place.state_dir is not None:
+                peer.note_edit()
                 _damage_a_file(choices, place.state_dir)
             if choices.one_in(2):
                 await place.squeeze()
