@@ -265,3 +265,12 @@ def test_a_declined_put_moves_no_label() -> None:
     assert client.refusal((*TALK, *sequence(100, 1)), label="talk") == "too-large"
     assert core.statistics().labels == 0
     assert not [entry for entry in core.index.entries.values() if entry.is_labelled]
+
+
+def test_a_label_expires_by_the_time_since_its_use() -> None:
+    """S4: also where the clock has just begun, as that of a machine that has just started."""
+    core = small_ram(2, label_ttl_seconds=100.0)
+    core.clock = 10.0
+    Client(core).store(TALK, label="talk")
+    core.advance(200)
+    assert core.statistics().labels == 0

@@ -48,3 +48,17 @@ def test_discharging_more_than_was_charged_is_a_bug() -> None:
         ledger.remove("used", 11)
     with pytest.raises(RuntimeError, match="more was discharged"):
         ledger.remove("leaving", 0)
+
+
+def test_what_was_never_used_has_no_peak() -> None:
+    """E1: `status` shows 0 bytes for a tier that has held nothing."""
+    assert new_ledger().peak_bytes == 0
+
+
+@pytest.mark.parametrize(("target", "is_reduced"), [(99, True), (100, False), (101, False)])
+def test_only_a_target_below_the_cap_is_a_reduction(target: int, is_reduced: bool) -> None:
+    """M2: what is within the cap anyway takes nothing away."""
+    ledger = new_ledger()
+    ledger.target_bytes = target
+    assert ledger.is_reduced is is_reduced
+    assert ledger.limit_bytes == min(target, 100)

@@ -341,3 +341,20 @@ def test_an_object_that_was_read_is_held_by_its_lease_alone(outcome: str) -> Non
         core.send_one_way(1, wire.Release(slot.reply.lease))
     assert entry.holders == 0
     check_core(core)
+
+
+def test_a_first_hit_on_ssd_makes_no_object_resident() -> None:
+    """T7: it takes a second one."""
+    core, disk = with_disk()
+    put(core, "key", 5)
+    image = only_on_disk(core, disk, "key")
+    slot = take(core, "key")
+    disk.accept()
+    disk.finish_read(image)
+    release(core, slot)
+    assert not disk.promotions
+    again = take(core, "key")
+    disk.accept()
+    disk.finish_read(image)
+    release(core, again)
+    assert list(disk.promotions) == [image]

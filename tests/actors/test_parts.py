@@ -49,3 +49,15 @@ def test_a_surplus_head_is_not_used() -> None:
     first.commit(late)
     hit = first.hit((*tokens, 1))
     assert [(p.spec.start, p.use_start, p.use_end) for p in hit.parts] == [(0, 0, 25), (0, 25, 40)]
+
+
+def test_rows_that_one_image_gives_are_not_taken_from_another() -> None:
+    """T13: of two images with the same rows the deeper one is lent: each costs a descriptor."""
+    core = Core(small_config(put_wait_seconds=0.0))
+    first, second = Client(core, 1), Client(core, 2)
+    tokens = sequence(60)
+    late = first.grant(tokens, "sinks/a")
+    second.store(tokens[:30], "sinks/a")
+    first.commit(late)
+    hit = first.hit((*tokens, 1), "sinks/a")
+    assert [p.spec.end for p in hit.parts] == [60]

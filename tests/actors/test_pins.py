@@ -197,3 +197,15 @@ def test_only_its_own_session_unpins() -> None:
     client.unpin(pin)
     assert not core.pins.pins
     check_core(core)
+
+
+def test_what_was_prefetched_counts_as_used() -> None:
+    """F1, E3: after its pin has ended it is not the first to go."""
+    core = Core(small_config(ram_bytes=2 * PAGE, retention="lru"))
+    client = Client(core)
+    client.store(sequence(10))
+    client.store(sequence(10, 1))
+    client.unpin(pinned(client.prefetch(sequence(11))))
+    client.store(sequence(10, 2))
+    assert client.contains(sequence(10))
+    assert not client.contains(sequence(10, 1))

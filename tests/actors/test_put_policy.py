@@ -2,7 +2,11 @@
 
 from typing import Any
 
+import pytest
+
+from prefixcached.actors.entries import Checkpoint
 from prefixcached.protocol import messages as wire
+from prefixcached.protocol.image import StateTensor
 from tests.support.core import PAGE, Core, small_config
 from tests.support.core_client import Client, sequence
 
@@ -192,3 +196,78 @@ def test_only_new_bytes_must_fit_the_cap() -> None:
     client.store(sequence(40))
     assert client.store(sequence(60)) == 20 * 712
     assert client.refusal(sequence(100, 1)) == "too-large"
+
+
+def test_an_offer_that_contradicts_its_schema_is_invalid_also_where_all_is_held() -> None:
+    """P1: validation comes first, whether or not the offered snapshot would be stored."""
+    client = Client(Core())
+    tokens = sequence(30)
+    client.store(tokens, "hybrid/a", state=True)
+    wrong = StateTensor("state", "no dtype", (50,))
+    assert client.refusal(tokens, "hybrid/a", state=True, tensor=wrong) == "invalid"
+
+
+def test_rows_that_were_lost_are_stored_again() -> None:
+    """P2, P3: what a position shared with an image that is gone comes back with its next put."""
+    core = Core()
+    client = Client(core)
+    tokens = sequence(60)
+    for length in (60, 25, 30):
+        client.store(tokens[:length], "ring/a")
+    (shared,) = (e for e in core.index.entries.values() if e.spec.end == 25)
+    core.index.drop_memory(shared)
+    assert not client.contains(tokens[:30], "ring/a")
+    client.store(tokens[:30], "ring/a")
+    assert client.contains(tokens[:30], "ring/a")
+    assert client.reuse((*tokens[:30], 1), "ring/a") == 30
+
+
+def test_as_many_further_rows_are_stored_as_the_rule_says() -> None:
+    """T13: the 7 rows that a ring of 8 needs, and 256 before them."""
+    grant = Client(Core()).grant(sequence(400), "ring/a", extra=400)
+    assert grant.images[-1].windows[0].ranges == ((400 - 7 - 256, 400),)
+
+
+@pytest.mark.parametrize(("least", "base"), [(10, 10), (11, 0)])
+def test_only_a_leaf_of_fewer_tokens_than_a_segments_least_is_absorbed(
+    least: int, base: int
+) -> None:
+    """P11: a leaf that has as many stays."""
+    client = Client(Core(small_config(segment_min_tokens=least)))
+    client.store(sequence(10))
+    assert client.grant(sequence(20)).base == base
+
+
+def test_a_leaf_is_not_absorbed_by_a_shorter_segment() -> None:
+    """P11: where images have no room for leaf and tail together, chains would get no shorter."""
+    core = Core(small_config(segment_min_tokens=16, segment_max_bytes=6 * 712))
+    client = Client(core)
+    tokens = sequence(7)
+    client.store(tokens[:6])
+    (leaf,) = core.index.entries.values()
+    assert (leaf.spec.start, leaf.spec.end) == (0, 6)
+    assert client.grant(tokens).base == 6
+
+
+def test_a_leaf_can_be_absorbed_after_another_put_gave_it_up() -> None:
+    """P11: only as long as a put absorbs it is a leaf left alone."""
+    client = Client(Core(small_config(segment_min_tokens=16)))
+    tokens = sequence(30)
+    client.store(tokens[:10])
+    grant = client.grant(tokens)
+    client.core.send_one_way(1, wire.Abandon(grant.put))
+    assert client.grant(tokens).base == 0
+
+
+def test_storing_again_refreshes_the_snapshot_at_the_end_alone() -> None:
+    """P3, E11: those that the conversation has passed are of no use to its next turn."""
+    core = Core()
+    client = Client(core)
+    tokens = sequence(30)
+    for length in (10, 20, 30):
+        client.store(tokens[:length], "hybrid/a", state=True)
+    snapshots = {e.position: e for e in core.index.entries.values() if isinstance(e, Checkpoint)}
+    before = {position: snapshot.used for position, snapshot in snapshots.items()}
+    assert client.store(tokens, "hybrid/a", state=True) == 0
+    refreshed = [at for at, snapshot in snapshots.items() if snapshot.used > before[at]]
+    assert refreshed == [30]

@@ -86,10 +86,11 @@ def test_a_put_belongs_to_its_session() -> None:
     assert isinstance(core.reply(1, wire.Commit(grant.put)), wire.Stored)
 
 
-def test_an_offer_waits_for_a_put_of_its_first_missing_tokens() -> None:
+@pytest.mark.parametrize("sessions", [(1, 2), (2, 1)])
+def test_an_offer_waits_for_a_put_of_its_first_missing_tokens(sessions: tuple[int, int]) -> None:
     """P5: it is answered by what is held once that put has ended."""
     core = Core()
-    first, second = Client(core, 1), Client(core, 2)
+    first, second = (Client(core, session) for session in sessions)
     tokens = sequence(60)
     grant = first.grant(tokens[:40])
     slot = second.offer(tokens)
@@ -135,6 +136,18 @@ def test_a_waiting_offer_ends_with_its_session() -> None:
     first.commit(grant)
     assert slot.reply is None
     assert not core.puts.puts
+
+
+@pytest.mark.parametrize("goes", [2, 3])
+def test_a_client_that_dies_takes_no_other_waiting_offer_with_it(goes: int) -> None:
+    """P5, L1: the others are answered as if it had never been there."""
+    core = Core()
+    first = Client(core, 1)
+    grant = first.grant(sequence(40))
+    slots = {session: Client(core, session).offer(sequence(50)) for session in (2, 3)}
+    core.gone(goes)
+    first.commit(grant)
+    assert [s for s, slot in slots.items() if isinstance(slot.reply, wire.Grant)] == [5 - goes]
 
 
 def test_twenty_offers_at_once_store_the_shared_tokens_once() -> None:
@@ -367,6 +380,23 @@ def test_an_observer_cannot_fail_a_put() -> None:
     assert client.contains(sequence(20))
 
 
+def test_observers_hear_nothing_of_a_put_that_failed() -> None:
+    """P9: what could not be sealed was not published."""
+    core = Core(auto_seal=False)
+    seen: list[str] = []
+    core.observers.append(lambda namespace, _tokens, _length: seen.append(namespace))
+    client = Client(core)
+    core.call(1, wire.Commit(client.grant(sequence(20)).put))
+    core.finish_seal("device busy")
+    assert seen == []
+
+
+def test_the_least_that_a_put_may_have_is_enough() -> None:
+    """P10: `too-short` is what has fewer tokens than put_min_tokens, and what has none."""
+    assert Client(Core(small_config(put_min_tokens=1))).put(sequence(1)).length == 1
+    assert Client(Core(small_config(put_min_tokens=0))).refusal(()) == "too-short"
+
+
 def test_commit_of_a_sealing_put_is_refused() -> None:
     """C3: a put is committed once."""
     core = Core(auto_seal=False)
@@ -388,6 +418,7 @@ def test_objects_are_replaced_by_key() -> None:
         offer = wire.OfferObject("plain/a", "key", spec)
         grant = core.reply(1, offer)
         assert isinstance(grant, wire.Grant)
+        assert (grant.base, grant.images) == (0, (spec,))
         assert isinstance(core.reply(1, wire.Commit(grant.put)), wire.Stored)
 
     put(b"1")

@@ -8,7 +8,13 @@ import msgspec
 import pytest
 
 from prefixcached.actors import memory
-from prefixcached.actors.reading import CACHED_SCHEMAS, READ_BYTES, Reader
+from prefixcached.actors.reading import (
+    CACHED_SCHEMAS,
+    READ_BYTES,
+    Identity,
+    Reader,
+    VerifiedFile,
+)
 from prefixcached.actors.storage_format import (
     DATA_ALIGNMENT,
     FORMAT,
@@ -119,6 +125,22 @@ def test_a_file_that_always_changes_is_no_damage(store: Store, system: ChangingF
         store.reader.verify(entry)
     system.meanwhile = None
     assert path_of(store, entry).exists()
+
+
+def test_reads_may_return_less_than_was_asked_for(tmp_path: Path) -> None:
+    """D3: a file is verified whole, however few bytes the system gives at a time."""
+
+    class ShortFs(QuickFs):
+        def read(self, descriptor: int, buffer: memoryview, offset: int) -> int:
+            return super().read(descriptor, buffer[:3], offset)
+
+    store = Store(tmp_path / "short", ShortFs(), min_free_bytes=0)
+    store.prepare()
+    try:
+        entry = write(store, segment())
+        fresh_reader(store).verify(entry).close()
+    finally:
+        store.close()
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -263,3 +285,14 @@ def test_a_file_closed_twice_is_closed_once(store: Store) -> None:
     finally:
         os.close(number)
         other.close()
+
+
+def test_descriptor_0_is_closed_once_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """L1: a daemon without standard input is given 0 for a file, and a closed file names none."""
+    closed: list[int] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "close", closed.append)
+        file = VerifiedFile(0, 0, Identity(0, 0, 0, 0))
+        file.close()
+        file.close()
+    assert closed == [0]

@@ -164,3 +164,23 @@ def test_a_long_put_is_several_images_with_rows_on_the_last(segment_bytes: int) 
     client.commit(grant)
     assert client.reuse((*tokens, 1), "chunk/a") == 50
     assert (len(grant.images) > 1) is (segment_bytes == 8000)
+
+
+def test_rows_of_a_checkpoint_behind_the_divergence_do_not_count() -> None:
+    """T13: a hit lends only checkpoints that its path passes, so their rows are all there are."""
+    client = Client(Core())
+    tokens = sequence(60)
+    for length in (60, 25, 32):
+        client.store(tokens[:length], "ring/a")
+    assert client.reuse((*tokens[:32], 1), "ring/a") == 32
+    assert client.reuse((*tokens[:30], 1), "ring/a") == 25
+
+
+def test_a_checkpoint_behind_the_divergence_hides_none_before_it() -> None:
+    """T13: the rows of an earlier checkpoint count, whichever of the two was stored first."""
+    client = Client(Core())
+    tokens = sequence(60)
+    client.store(tokens, "ring/a")
+    for length in (50, 30):
+        client.store(tokens[:length], "ring/a")
+    assert client.reuse((*tokens[:30], 1), "ring/a") == 30

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixcached.protocol import messages as wire
+from prefixcached.protocol.image import ImageKind, ImageSpec
 from tests.support.core import PAGE, Core, small_config
 from tests.support.core_checks import check_core
 from tests.support.core_traffic import in_ram, put, read, take
@@ -126,3 +127,17 @@ def test_resident_bytes_are_those_of_the_entries(
             n: resident(core, n) for n in names if resident(core, n)
         }
         check_core(core)
+
+
+def test_a_namespace_that_has_left_ram_holds_nothing() -> None:
+    """E9: also where images of no bytes go after all others."""
+    core = core_with(0.5)
+    spec = ImageSpec(ImageKind.OBJECT, metadata=b"m")
+    grant = core.reply(1, wire.OfferObject(BIG, "key", spec))
+    core.reply(1, wire.Commit(grant.put))
+    put(core, 1, namespace=BIG)
+    (prompt,) = (e for e in core.index.entries.values() if e.charged_bytes)
+    core.index.drop_memory(prompt)
+    assert core.index.quotas.resident_bytes == {}
+    core.reply(1, wire.Clear(BIG))
+    assert core.index.quotas.resident_bytes == {}
