@@ -26,7 +26,7 @@ PLAIN, COLD, RAM, SSD = "plain mlx-lm", "cold", "RAM", "SSD"
 
 def run(quick: bool) -> list[Row]:
     """Measure."""
-    counts, rounds = ((2,), 1) if quick else ((1, 2, 4), 3)
+    counts, rounds = ((2,), 1) if quick else ((1, 2, 4, 8), 3)
     with scratch() as place:
         from prefixcached.client import demo_model
 
@@ -72,12 +72,17 @@ def _count(place: Path, model: Path, count: int, rounds: int) -> list[Row]:
         rows.append(
             Row(
                 NAME, f"first token, {count} processes, {phase}, {TOKENS:,} tokens", middle,
-                spread=(low, high), ours=duration(statistics.median(seconds[phase])),
-                peer=duration(statistics.median(seconds[PLAIN])), peer_name=PLAIN,
+                spread=(low, high), ours=_cost(seconds[phase], prefilled[phase]),
+                peer=_cost(seconds[PLAIN], prefilled[PLAIN]), peer_name=PLAIN,
                 details={"prefilled": prefilled, "seconds": seconds, "processes": count},
             )
         )  # fmt: skip
     return rows
+
+
+def _cost(seconds: Sequence[float], prefilled: Sequence[int]) -> str:
+    """Say what a phase took: time of a process, and tokens that all of them computed."""
+    return f"{duration(statistics.median(seconds))}, {statistics.median(prefilled):,.0f} tokens"
 
 
 def _prepare(served: Daemon, phase: str) -> None:
@@ -123,13 +128,11 @@ class Generation:
         else:
             generate = shared.stream_generate
             arguments |= {"cache": self._shared, "wait": WAIT_SECONDS}
-        done = 0
-        prefilled = 0
+        # The first report says how many tokens are there before anything is computed.
+        reports: list[int] = []
 
         def progress(processed: int, total: int) -> None:
-            nonlocal done, prefilled
-            prefilled += processed - max(done, 0) if processed > done else 0
-            done = processed
+            reports.append(processed)
 
         started = time.perf_counter()
         first, tokens = 0.0, []
@@ -140,7 +143,7 @@ class Generation:
             if not first:
                 first = time.perf_counter() - started
             tokens.append(int(response.token))
-        return {"first": first, "tokens": tokens, "prefilled": prefilled}
+        return {"first": first, "tokens": tokens, "prefilled": reports[-1] - reports[0]}
 
 
 @contextlib.contextmanager
