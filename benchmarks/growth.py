@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks import kv
 from benchmarks.daemons import allow_descriptors, daemon
-from benchmarks.harness import Goal, Row, duration, require, scratch, size, workers
+from benchmarks.harness import Goal, Row, duration, require, scratch, settle, size, workers
 from benchmarks.put import cut
 from prefixcached.client import Cache, connect
 
@@ -72,6 +72,9 @@ def _length(quick: bool) -> list[Row]:
             hit = kv.taken(cache.take([*tokens, 7], namespace="g"))
             takes[length].append(time.perf_counter() - started)
             kv.require_equal(hit.kv, caches, length + NEW_TOKENS)
+            # Else the next length's take would pay for giving this one's memory back.
+            del hit, caches
+            settle()
     return [
         series(
             f"put of {NEW_TOKENS} new tokens, by tokens held", _medians(puts), "s",
@@ -92,6 +95,9 @@ def _new_tokens(quick: bool) -> list[Row]:
         for number, length in itertools.product(range(rounds), lengths):
             caches = cut(whole, length)
             cache.clear()
+            while cache.stats()["ram_tier"]["ram_bytes_by_state"]["freeing"]:
+                time.sleep(0.01)  # the daemon gives back what the length before took
+            settle()
             started = time.perf_counter()
             stored = cache.put(
                 kv.random_tokens(length, next(numbers)), caches, namespace=f"g{number}"

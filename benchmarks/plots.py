@@ -60,7 +60,7 @@ def draw_goals(rows: list[dict[str, Any]]) -> None:
 
 
 def draw_growth(rows: list[dict[str, Any]]) -> None:
-    """One small log-log plot for each series, with its slope."""
+    """One small log-log plot for each series, with the fitted slope."""
     import matplotlib.pyplot as plt  # type: ignore[import-not-found, unused-ignore]
 
     if not rows:
@@ -72,17 +72,33 @@ def draw_growth(rows: list[dict[str, Any]]) -> None:
     )  # fmt: skip
     for axes, row in zip(grid.flat, rows, strict=False):
         points = {int(x): y for x, y in row["details"]["points"].items()}
-        axes.plot(list(points), list(points.values()), "o-", markersize=4)
+        axes.plot(list(points), list(points.values()), "o", markersize=4)
         axes.set_xscale("log")
         axes.set_yscale("log")
+        if row["unit"] == "slope":
+            axes.plot(*fitted(points, row["figure"]), "--", linewidth=1, color="gray")
+        # At least a decade, so that what is flat looks flat.
+        middle = math.sqrt(min(points.values()) * max(points.values()))
+        half = max(math.sqrt(10), 1.3 * math.sqrt(max(points.values()) / min(points.values())))
+        axes.set_ylim(middle / half, middle * half)
+        axes.set_xticks(list(points), [f"{x:,}" for x in points])
+        axes.minorticks_off()
         axes.set_title(row["details"]["series"], fontsize=8)
-        slope = f"slope {row['figure']:.2f}" if row["unit"] == "slope" else ""
+        slope = f"fitted slope {row['figure']:.2f}" if row["unit"] == "slope" else ""
         axes.set_ylabel(row["details"]["unit"], fontsize=8)
         axes.text(0.05, 0.9, slope, transform=axes.transAxes, fontsize=8)
         axes.tick_params(labelsize=7, which="both")
     for axes in list(grid.flat)[len(rows) :]:
         axes.set_visible(False)
     figure.savefig(PICTURES / "growth.png", dpi=110)
+
+
+def fitted(points: dict[int, float], slope: float) -> tuple[list[int], list[float]]:
+    """Return the line of that slope through the middle of ``points``, both in logarithms."""
+    x = sum(map(math.log, points)) / len(points)
+    y = sum(map(math.log, points.values())) / len(points)
+    ends = [min(points), max(points)]
+    return ends, [math.exp(y + slope * (math.log(end) - x)) for end in ends]
 
 
 if __name__ == "__main__":
