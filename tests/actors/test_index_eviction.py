@@ -323,12 +323,18 @@ def test_what_is_lent_while_it_is_written_is_not_waited_for() -> None:
     assert client.refusal(sequence(10, 1)) == "no-space"
 
 
-def test_a_promotion_evicts_what_is_used_less() -> None:
-    """E7: what was read again takes the place of what was only stored."""
+def two_with_room_for_one() -> tuple[Core, FakeDisk, Client]:
+    """Two durable prompts, the second one in RAM, where only one image fits."""
     core, disk, client = two_tiers(max_images=1, promote="always")
     for salt in range(2):
         client.store(sequence(10, salt))
         disk.settle()
+    return core, disk, client
+
+
+def test_a_promotion_evicts_what_is_used_less() -> None:
+    """E7: what was read again takes the place of what was only stored."""
+    core, disk, client = two_with_room_for_one()
     slot = client.ask(sequence(11, 0))
     disk.settle()
     client.release(client.verify(slot, sequence(11, 0)))
@@ -338,10 +344,7 @@ def test_a_promotion_evicts_what_is_used_less() -> None:
 
 def test_a_promotion_leaves_what_was_hit_and_given_back() -> None:
     """E7: no lease is needed to stay; it is enough to rank above the promoted."""
-    core, disk, client = two_tiers(max_images=1, promote="always")
-    for salt in range(2):
-        client.store(sequence(10, salt))
-        disk.settle()
+    core, disk, client = two_with_room_for_one()
     slot = client.ask(sequence(11, 0))
     client.reuse(sequence(11, 1))
     disk.settle()

@@ -339,8 +339,8 @@ def test_an_object_whose_id_is_taken_is_deleted() -> None:
     assert [entry.id for entry in core.index.entries.values()] == [file.entry.header.id]
 
 
-def test_a_namespace_of_objects_takes_on_the_schema_of_its_first_segment() -> None:
-    """N4, O1: objects have none, so whichever file is found first decides nothing."""
+def object_and_prompt() -> tuple[FakeDisk, list[StoredFile]]:
+    """A disk with an object and a prompt of one namespace, and its files, the object's first."""
     core = Core(small_config(ssd_bytes=1 << 30))
     disk, client = FakeDisk(core), Client(core)
     grant = core.reply(1, wire.OfferObject("plain/a", "key", ImageSpec(ImageKind.OBJECT)))
@@ -349,6 +349,12 @@ def test_a_namespace_of_objects_takes_on_the_schema_of_its_first_segment() -> No
     client.flush()
     disk.settle()
     files = sorted(disk.files.values(), key=lambda f: f.entry.header.kind is not ImageKind.OBJECT)
+    return disk, files
+
+
+def test_a_namespace_of_objects_takes_on_the_schema_of_its_first_segment() -> None:
+    """N4, O1: objects have none, so whichever file is found first decides nothing."""
+    _, files = object_and_prompt()
     core = Core(small_config(ssd_bytes=1 << 30), is_loaded=False)
     client = Client(core)
     for file in files:

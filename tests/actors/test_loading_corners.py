@@ -7,9 +7,9 @@ import xxhash
 
 from prefixcached.protocol import messages as wire
 from prefixcached.protocol.actor_messages import Loaded
-from prefixcached.protocol.image import ImageKind, ImageSpec
+from prefixcached.protocol.image import ImageKind
 from prefixcached.protocol.tokens import pack_tokens
-from tests.actors.test_loading import filled, replaced, restarted
+from tests.actors.test_loading import filled, object_and_prompt, replaced, restarted
 from tests.support.core import Core, small_config
 from tests.support.core_checks import check_core, check_disk_idle
 from tests.support.core_client import Client, sequence
@@ -180,18 +180,10 @@ def one_file() -> tuple[Core, StoredFile]:
 
 def test_a_prompt_found_behind_an_object_is_lent_whole() -> None:
     """N4, O1: the namespace has the prompt's schema then, so a hit has all its slices."""
-    core = Core(small_config(ssd_bytes=1 << 30))
-    disk, client = FakeDisk(core), Client(core)
-    grant = core.reply(1, wire.OfferObject("plain/a", "key", ImageSpec(ImageKind.OBJECT)))
-    core.reply(1, wire.Commit(grant.put))
-    client.store(sequence(10))
-    client.flush()
-    disk.settle()
-    files = [f.entry for f in disk.files.values()]
-    files.sort(key=lambda f: f.header.kind is not ImageKind.OBJECT)
-    schemas = {f.entry.header.schema_digest: f.schema for f in disk.files.values() if f.schema}
+    disk, files = object_and_prompt()
+    schemas = {f.entry.header.schema_digest: f.schema for f in files if f.schema}
     core = disk.core = starting()
-    core.send(Loaded(tuple(files), schemas, done=True))
+    core.send(Loaded(tuple(f.entry for f in files), schemas, done=True))
     client = Client(core)
     slot = client.ask(sequence(11))
     disk.settle()
