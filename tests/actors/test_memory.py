@@ -226,6 +226,19 @@ def test_creating_without_descriptors_left_leaks_nothing(create: Create, spare: 
     assert open_descriptors() == before
 
 
+def test_a_size_that_the_kernel_refuses_leaks_nothing(
+    create: Create, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D4: out of memory between making and sizing the object: an error, and no object stays."""
+
+    def refuse(fd: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        create(4096)
+
+
 if sys.platform == "linux":
     import ctypes
     import fcntl
@@ -257,6 +270,29 @@ if sys.platform == "linux":
             os.close(fd)
         assert contents(image) == data
         image.free()
+
+    @pytest.mark.parametrize("error", [errno.EINVAL, errno.EMFILE])
+    def test_a_kernel_before_6_3_does_without_the_seal_against_execution(
+        error: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It answers EINVAL to a flag that it does not know; any other error is one."""
+        create_memfd = os.memfd_create
+        asked: list[int] = []
+
+        def old(name: str, flags: int) -> int:
+            asked.append(flags)
+            if flags & 0x0008:  # MFD_NOEXEC_SEAL
+                raise OSError(error, os.strerror(error))
+            return create_memfd(name, flags)
+
+        monkeypatch.setattr(os, "memfd_create", old)
+        if error == errno.EINVAL:
+            memory.create(4096).free()
+            assert asked == [asked[1] | 0x0008, asked[1]]
+        else:
+            with pytest.raises(OSError, match="Too many open files"):
+                memory.create(4096)
+            assert len(asked) == 1
 
     def test_a_client_cannot_resize_what_it_fills() -> None:
         """P4: a granted image is sealed against growing and shrinking before it is handed out."""

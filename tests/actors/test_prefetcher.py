@@ -395,6 +395,65 @@ async def test_damage_that_cannot_be_moved_is_not_called_quarantined(tmp_path: P
         assert path_of(tmp_path, entry).exists()
 
 
+async def test_damage_that_vanishes_before_it_is_moved_is_missing(tmp_path: Path) -> None:
+    """D1: whoever deleted the damaged file first was quicker, and nothing was quarantined."""
+
+    class Gone(QuickFs):
+        def rename(self, name: str, within: int, new_name: str, new_within: int) -> None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    (entry,) = stored(tmp_path, segment())
+    path_of(tmp_path, entry).write_bytes(b"short")
+    async with running(tmp_path, Gone()) as desk:
+        outcome, file = await desk.read(1, entry)
+        assert (outcome.missing, outcome.damaged, file) == (True, False, None)
+        assert desk.quarantined == 0
+
+
+async def test_only_so_many_verifications_are_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that was forgotten is read whole again; memory does not grow with the files."""
+    monkeypatch.setattr("prefixcached.actors.prefetcher.VERIFIED_FILES", 1)
+    first, second = stored(tmp_path, large(1), large(2))
+    async with running(tmp_path) as desk:
+        for entry, reads in ((first, True), (first, False), (second, True), (first, True)):
+            outcome, file = await desk.read(1, entry)
+            assert bool(outcome.read_bytes) == reads
+            assert file is not None
+            file.close()
+
+
+async def test_who_did_not_ask_cancels_nothing(tmp_path: Path) -> None:
+    """F2: a cancel that comes after the answer, or of another asker, leaves the read alone."""
+    system = GatedFs(is_open=False)
+    (entry,) = stored(tmp_path, segment())
+    async with running(tmp_path, system) as desk:
+        await desk.tell(ReadImage(1, entry))
+        await trio.to_thread.run_sync(system.waiting.acquire)
+        await desk.tell(CancelRead(2, entry.header.id))
+        await trio.testing.wait_all_tasks_blocked()
+        system.open_gate()
+        outcome, file = await desk.heard_read()
+        assert outcome.read == 1
+        assert data_of(file, entry) == segment().data
+        await desk.tell(CancelRead(1, entry.header.id))
+        outcome, file = await desk.read(3, entry)
+        assert data_of(file, entry) == segment().data
+
+
+async def test_a_message_of_another_actor_ends_it_loudly(tmp_path: Path) -> None:
+    """Whoever adds a message and forgets its receiver is told which, and no state is guessed."""
+    (entry,) = stored(tmp_path, segment())
+    with pytest.RaisesGroup(
+        pytest.RaisesExc(TypeError, match="RamTier sent Prefetcher a ImageRead"),
+        flatten_subgroups=True,
+    ):
+        async with running(tmp_path) as desk:
+            await desk.tell(ImageRead(1, entry.header.id))
+            await trio.sleep_forever()
+
+
 # -- promotion and recency -------------------------------------------------------------------------
 
 

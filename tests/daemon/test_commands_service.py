@@ -1,4 +1,4 @@
-"""`service` and `doctor`, as a user meets them: real files, a real daemon, real activation."""
+"""`service`, as a user meets it: real files, a real daemon, real activation."""
 
 import json
 import os
@@ -6,18 +6,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from prefixcached.daemon import config
-from prefixcached.daemon.commands.differences import check_differences
 from prefixcached.daemon.commands.service import purge_paths
-from prefixcached.daemon.options import Options
 from prefixcached.daemon.service.plan import ServiceError, ServicePlan, console_script
-from tests.daemon.command_line import invoke, numpy_cache
+from tests.daemon.command_line import invoke
 from tests.support.daemon_process import DaemonProcess
 
 # Starts and ends what the socket unit would, with systemd's own tool for socket activation.
@@ -250,86 +245,6 @@ def test_a_command_that_cannot_be_found_is_told(
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(ServiceError, match="uv tool install"):
         console_script("cli.py")
-
-
-def doctor(*arguments: str, **environment: str) -> tuple[int, dict[str, dict[str, Any]]]:
-    shown = invoke("doctor", "--json", *arguments, environment={**environment})
-    findings = json.loads(shown.output)["findings"]
-    return shown.exit_code, {
-        f"{one['what']}/{one['level']}": one for one in findings if one["level"] != "ok"
-    }
-
-
-def test_doctor_without_a_daemon_ends_with_3(directory: Path) -> None:
-    """It says how to start one."""
-    code, found = doctor("--socket", str(directory / "s"))
-    assert code == 3
-    assert "service install" in found["daemon/warning"]["fix"]
-
-
-def test_doctor_names_what_is_broken_and_the_fix(directory: Path, daemon: DaemonProcess) -> None:
-    """An open directory, a bad file, a daemon that hangs: each by its name, exit code 1."""
-    directory.chmod(0o755)
-    bad = directory / "bad.toml"
-    bad.write_text('ram_bytes = "much"')
-    code, found = doctor("--socket", str(directory / "s"), "--config", str(bad))
-    assert code == 1
-    assert found["socket directory/failed"]["fix"] == f"chmod 700 '{directory}'"
-    assert "much" in found["configuration/failed"]["detail"]
-    directory.chmod(0o700)
-    daemon.socket.chmod(0o644)
-    code, found = doctor("--socket", str(daemon.socket))
-    assert code == 1
-    assert found["socket/failed"]["fix"] == f"chmod 600 '{daemon.socket}'"
-
-
-def test_doctor_judges_the_caps(directory: Path) -> None:
-    """Too much memory, and no SSD tier, are warnings with their key."""
-    _, found = doctor(
-        "--socket", str(directory / "s"),
-        PREFIXCACHED_RAM_BYTES="90%", PREFIXCACHED_SSD_BYTES="0",
-    )  # fmt: skip
-    assert "ram_bytes" in found["memory/warning"]["fix"]
-    assert "ssd_bytes" in found["disk/warning"]["fix"]
-
-
-def test_doctor_looks_at_what_the_daemon_uses(directory: Path) -> None:
-    """Its directory and caps, not those of the configuration; that they differ is said."""
-    other = str(directory / "other")
-    with DaemonProcess("--ram-bytes", "64MiB", "--ssd-bytes", "64MiB") as daemon:
-        place = ("--socket", str(daemon.socket))
-        sizes = {"PREFIXCACHED_RAM_BYTES": "64MiB", "PREFIXCACHED_SSD_BYTES": "64MiB"}
-        same = {**sizes, "PREFIXCACHED_STATE_DIR": str(daemon.state_dir)}
-        assert "configuration/warning" not in doctor(*place, **same)[1]
-        code, found = doctor(
-            *place, PREFIXCACHED_STATE_DIR=other, PREFIXCACHED_RAM_BYTES="90%",
-            PREFIXCACHED_SSD_BYTES="0",
-        )  # fmt: skip
-        shown = invoke("doctor", *place, environment={**sizes, "PREFIXCACHED_STATE_DIR": other})
-    assert code == 0
-    assert found.keys() == {"configuration/warning"}
-    detail = found["configuration/warning"]["detail"]
-    assert f"state_dir is {daemon.state_dir}, not {other}" in detail
-    assert "ram_bytes is 64 MiB, not " in detail
-    assert "ssd_bytes is 64 MiB, not 0 B" in detail
-    assert "config.toml" in found["configuration/warning"]["fix"]
-    assert f"state directory: {daemon.state_dir} is yours alone" in shown.output
-
-
-def test_doctor_names_a_daemon_with_few_descriptors(daemon: DaemonProcess) -> None:
-    """E1: one that a process started which had imported mlx-lm may hold fewer images for good."""
-    with numpy_cache(daemon.socket) as cache:
-        report = cache.stats()
-    configured = config.load(
-        Options(ram_bytes=report["ram_tier"]["ram_bytes_cap"]), socket=daemon.socket
-    )
-    configured = replace(configured, ssd_bytes=0, max_images=9680)
-    report["ram_tier"]["images_cap"] = 9680
-    assert not list(check_differences(configured, report))
-    report["ram_tier"]["images_cap"] = 1728
-    (finding,) = check_differences(configured, report)
-    assert (finding.level, finding.what) == ("warning", "descriptors")
-    assert "may hold 1,728 images, and one started from here 9,680" in finding.detail
 
 
 def test_logs_without_a_service_says_where_a_daemon_logs(

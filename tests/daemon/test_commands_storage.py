@@ -1,13 +1,18 @@
 """`flush` and `verify`, as a user or a script meets them."""
 
+import errno
+import os
+import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from prefixcached.daemon.commands.verification import Survey
+from prefixcached.daemon.commands.verification import Finding, Survey, repair
 from tests.daemon.command_line import BOTH_TIERS, invoke, numpy_cache, put
 from tests.support.daemon_process import DaemonProcess
+from tests.support.terminal_screen import TerminalScreen
 
 
 @pytest.fixture
@@ -149,6 +154,90 @@ def test_a_file_that_vanishes_meanwhile_is_no_finding(stored: DaemonProcess) -> 
     assert set(kinds.values()) == {"good"}
 
 
+def test_what_only_looks_like_a_file_of_ours_is_foreign(stored: DaemonProcess) -> None:
+    """D9, D10: links, pipes and directories under our names are named, never opened or followed."""
+    stored.kill()
+    segments = stored.state_dir / "segments.noindex"
+    good, other, _ = images(stored.state_dir)
+    link = good.with_name(f"{'1' * 32}.segment.safetensors")
+    link.symlink_to(good)
+    pipe = good.with_name(f"{'2' * 32}.segment.safetensors")
+    os.mkfifo(pipe, 0o600)
+    folder = good.with_name(f"{'3' * 32}.segment.safetensors")
+    folder.mkdir()
+    (segments / ("4" * 32)).symlink_to(other.parent)
+    shown = invoke("verify", "--state-dir", str(stored.state_dir))
+    assert shown.exit_code == 0, shown.output
+    lines = {line.split()[1]: line for line in shown.output.splitlines() if "foreign  " in line}
+    odd = {str(path.relative_to(segments)) for path in (link, pipe, folder, segments / ("4" * 32))}
+    assert lines.keys() == odd
+    assert "5 files good" in shown.output
+
+
+def test_a_file_under_another_name_or_in_another_namespace_is_damaged(
+    stored: DaemonProcess,
+) -> None:
+    """D3: what a file says of itself must fit where it lies."""
+    stored.kill()
+    first, _, second = images(stored.state_dir)
+    assert first.parent != second.parent
+    id_, _, rest = first.name.partition(".")
+    renamed = first.with_name(f"{'0' * len(id_)}.{rest}")
+    shutil.copy2(first, renamed)
+    moved = second.parent / first.name
+    shutil.copy2(first, moved)
+    shown = invoke("verify", "--state-dir", str(stored.state_dir))
+    assert shown.exit_code == 1
+    lines = [line for line in shown.output.splitlines() if line.startswith("damaged  ")]
+    assert len(lines) == 2
+    (of_renamed,) = [line for line in lines if renamed.name in line]
+    assert of_renamed.endswith("under another name")
+    (of_moved,) = [line for line in lines if moved.name in line]
+    assert of_moved.endswith("a file of another namespace")
+
+
+def test_a_file_that_cannot_be_read_stays_and_ends_with_1(
+    stored: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it is good is unknown: it is named with the system's words, and left alone."""
+    stored.kill()
+    survey = Survey(stored.state_dir)
+    unreadable = images(stored.state_dir)[0]
+    candidates = survey.candidates()
+    open_file = survey.directory.filesystem.open_file
+
+    def refuse(name: str, *rest: int) -> int:
+        if name == unreadable.name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return open_file(name, *rest)
+
+    monkeypatch.setattr(survey.directory.filesystem, "open_file", refuse)
+    found = {one.name: survey.check(one, lambda: None) for one in candidates}
+    assert found.pop(unreadable.name)[1:3] == ("unreadable", "Input/output error")
+    assert {one.kind for one in found.values()} == {"good"}
+
+
+def test_repair_says_what_it_could_not_move(stored: DaemonProcess) -> None:
+    """A damaged file stayed, so it ends with 1 and says what stood in the way."""
+    stored.kill()
+    damaged = images(stored.state_dir)[0]
+    flip_last_byte(damaged)
+    quarantine = stored.state_dir / "quarantine"
+    shutil.rmtree(quarantine)
+    quarantine.write_text("a file in its place")
+    shown = invoke("verify", "--repair", "--state-dir", str(stored.state_dir))
+    assert shown.exit_code == 1
+    assert "moved 0 damaged files" in shown.output
+    assert f"{damaged.name} stays: Not a directory" in shown.output
+    assert damaged.exists()
+
+
+def test_repair_leaves_out_what_vanished_meanwhile(stored: DaemonProcess) -> None:
+    """The daemon beside it may have evicted the file: nothing is left to move, nothing failed."""
+    directory = Survey(stored.state_dir).directory
+    assert repair(directory, [Finding("0" * 32 + "/gone.segment.safetensors", "damaged")]) == []
+
+
 def test_verify_of_nothing_says_so(directory: Path) -> None:
     """A machine on which no daemon ever ran is in order; a directory that is named must exist."""
     environment: dict[str, str | None] = {"PREFIXCACHED_STATE_DIR": str(directory / "none")}
@@ -188,3 +277,27 @@ def test_flush_that_cannot_write_ends_with_1(stored: DaemonProcess) -> None:
         segments.unlink()
         moved.rename(segments)
     assert shown.exit_code == 1, shown.output
+
+
+def test_on_a_terminal_they_show_how_far_they_are(stored: DaemonProcess) -> None:
+    """A bar while a person waits, gone at the end; the answer stays."""
+    segments = stored.state_dir / "segments.noindex"
+    moved = segments.rename(stored.state_dir / "moved")
+    segments.write_text("in the way")
+    with numpy_cache(stored.socket) as cache:
+        put(cache, range(5000, 5400))
+    prefixcached = [sys.executable, "-m", "prefixcached.daemon.cli"]
+    flush = [*prefixcached, "flush", "--timeout", "5"]
+    with TerminalScreen(flush, {**stored.environment, "TERM": "xterm-256color"}) as screen:
+        screen.wait_for(lambda: b"Writing what is in RAM only" in screen.raw, "bar")
+        segments.unlink()
+        moved.rename(segments)
+        screen.wait_for_end()
+        assert "Writing" not in screen.text
+        assert "written " in screen.text
+    verify = [*prefixcached, "verify", "--state-dir", str(stored.state_dir)]
+    with TerminalScreen(verify, {**stored.environment, "TERM": "xterm-256color"}) as screen:
+        screen.wait_for_end()
+        assert b"Checking" in screen.raw
+        assert "Checking" not in screen.text
+        assert "0 damaged" in screen.text

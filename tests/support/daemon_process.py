@@ -1,5 +1,6 @@
 """A real daemon in a process and a directory of its own, for tests from outside."""
 
+import contextlib
 import os
 import select
 import shutil
@@ -18,6 +19,9 @@ START_SECONDS: Final = 60.0
 """For READY: an import of half a second on a machine that runs other tests as well."""
 
 STOP_SECONDS: Final = 30.0
+
+COUNTS_COVERAGE: Final = "coverage" in sys.modules
+"""A process that is killed takes its figures with it, so each ends by itself: `make coverage`."""
 
 
 class DaemonProcess:
@@ -131,11 +135,19 @@ class DaemonProcess:
 
     def close(self) -> None:
         """End it however it stands, and remove what it left."""
+        if self.is_running and COUNTS_COVERAGE:
+            self._let_end()
         if self.is_running:
             self.signal(signal.SIGKILL)
         self._reap()
         if self._is_own:
             shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _let_end(self) -> None:
+        self.cont()
+        self.signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait()
 
     def _reap(self) -> None:
         if self._process is not None:
