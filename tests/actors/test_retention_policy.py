@@ -94,6 +94,19 @@ def test_cost_size_lets_what_is_not_used_any_more_go() -> None:
     assert next(names) < 20
 
 
+def test_what_costs_no_memory_is_worth_most() -> None:
+    """E3: an object of metadata alone has no bytes to divide by, and goes after all that has."""
+    space = Namespace("n", b"", Schema())
+    policy = CostSize()
+    empty, small = (
+        ObjectEntry(name, space, ImageSpec(ImageKind.OBJECT), nbytes, "key")
+        for name, nbytes in (("empty", 0), ("small", 1))
+    )
+    for entry in (empty, small):
+        policy.accessed(entry, 1 << 30)
+    assert empty.priority > small.priority > 0
+
+
 def test_segmented_evicts_what_was_never_hit_first() -> None:
     """E3, E9: newly stored entries pass by what was hit once, however long ago."""
     core = core_with("segmented", pages=4)

@@ -49,6 +49,7 @@ from tests.support.store_samples import (
     PLAIN,
     WINDOWED,
     Sample,
+    checkpoint,
     every_kind,
     sample,
     schema_of,
@@ -236,13 +237,54 @@ def test_another_format_version_is_foreign() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"position": 8}, {"position": -1}, {"kind": "object"}, {"id": "../x"}, {"checksum": "00"}],
+    [
+        {"position": 8},
+        {"position": -1},
+        {"kind": "object"},
+        {"id": "../x"},
+        {"checksum": "00"},
+        {"checksum": "0" * 33},
+    ],
 )
 def test_a_description_that_contradicts_itself_is_damage(changes: dict[str, object]) -> None:
     """D3: a description is believed only where its parts agree."""
     data = rewrite_description(encoded(segment()), **changes)
     with pytest.raises(DamagedFile):
         decode_description(data, 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"kind": "object"}, "object that describes a checkpoint"),
+        ({"spec": {"kind": "checkpoint", "start": 6, "end": 5}}, "position 5 contradicts 6..5"),
+        ({"spec": {"kind": "checkpoint", "start": 4, "end": 5}}, "position 5 contradicts 4..5"),
+        ({"position": 4}, "position 4 contradicts 5..5"),
+    ],
+)
+def test_a_checkpoint_stands_at_one_position(changes: dict[str, object], complaint: str) -> None:
+    """D3: what else a checkpoint says of where it belongs is damage."""
+    data = rewrite_description(encoded(checkpoint(5)), **changes)
+    with pytest.raises(DamagedFile, match=complaint):
+        decode_description(data, 1 << 20)
+
+
+@pytest.mark.parametrize("position", [0, 3, 6])
+def test_an_image_may_start_before_its_own_tokens(position: int) -> None:
+    """D1: a segment with a surplus head carries the tokens from where it attaches."""
+    one = sample(ImageSpec(ImageKind.SEGMENT, 0, 7), position=position)
+    data = whole_file(one)
+    description, _ = decode_header(encoded(one), PLAIN, len(data))
+    assert description.header.position == position
+    assert description.tokens_count == 7 - position
+
+
+def test_tokens_that_do_not_fit_in_the_file_are_damage() -> None:
+    """D3: a file cannot say that it has more tokens than bytes."""
+    start = encoded(checkpoint(5))
+    assert decode_description(start, len(start) + 4 * 5).data_bytes == 0
+    with pytest.raises(DamagedFile, match="5 tokens do not fit"):
+        decode_description(start, len(start) + 4 * 5 - 1)
 
 
 @given(st.binary(max_size=200))
@@ -271,7 +313,19 @@ def test_sizes_by_arithmetic_equal_the_layout(
     assert ImageSizes(schema).image_bytes(spec) == layout(schema, spec).nbytes
 
 
-@SAMPLES
+def test_sizes_of_every_kind_equal_the_layout() -> None:
+    """C3: snapshots count beside window rows, and without a schema there is nothing else."""
+    tensors = (StateTensor("s.0", "F32", (3, 5)),)
+    snapshot = ImageSpec(ImageKind.CHECKPOINT, 9, 9, (WindowRows(((4, 9),)),), tensors)
+    cases = [(schema_of(one), one.header.spec) for one in every_kind()]
+    cases += [(WINDOWED, snapshot), (None, ImageSpec(ImageKind.SEGMENT, 2, 7))]
+    for schema, spec in cases:
+        assert ImageSizes(schema).image_bytes(spec) == layout(schema, spec).nbytes
+
+
+@pytest.mark.parametrize(
+    "one", [*every_kind(), segment(0, 342), checkpoint(5000)], ids=lambda s: f"{s.header.kind}"
+)
 def test_bound_holds_what_a_file_takes(one: Sample) -> None:
     """D5: what is reserved for a file before its write is enough, and whole pages."""
     bound = file_bytes_bound(one.header, schema_of(one))
@@ -315,6 +369,18 @@ def test_a_header_takes_no_more_pages_than_it_needs() -> None:
     for one in (*every_kind(), long):
         data = encoded(one)
         assert len(data) - len(data.rstrip(b" ")) < DATA_ALIGNMENT
+
+
+def test_a_header_larger_than_any_reader_takes_is_not_written() -> None:
+    """D3: a header of 16 MiB is written, as it is read, and a larger one is refused."""
+
+    def header_of(metadata_bytes: int) -> bytes:
+        return encoded(sample(ImageSpec(ImageKind.OBJECT, metadata=bytes(metadata_bytes)), None))
+
+    in_base64 = 3 * MAX_HEADER_BYTES // 4
+    assert len(header_of(in_base64 - DATA_ALIGNMENT // 2)) == MAX_HEADER_BYTES
+    with pytest.raises(SchemaError, match="at most"):
+        header_of(in_base64)
 
 
 @pytest.mark.parametrize(

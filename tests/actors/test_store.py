@@ -21,6 +21,7 @@ from prefixcached.actors.reading import Identity
 from prefixcached.actors.scanning import BATCH_FILES, Scan
 from prefixcached.actors.storage_format import (
     DamagedFile,
+    encode_header,
     file_bytes_bound,
     namespace_directory,
     schema_name,
@@ -36,12 +37,14 @@ from prefixcached.actors.store_directory import (
 from prefixcached.actors.waste import QuarantineLimits
 from prefixcached.protocol.actor_messages import FileEntry
 from prefixcached.protocol.errors import SchemaError
+from prefixcached.protocol.image import layout
 from tests.support.filesystems import CountingFs, FullFs
 from tests.support.store_samples import (
     Sample,
     checkpoint,
     every_kind,
     path_of,
+    sample,
     schema_of,
     segment,
     stored_object,
@@ -153,12 +156,14 @@ def test_descriptors_are_read_only(store: Store) -> None:
     file.close()
 
 
-@pytest.mark.parametrize("wrong", ["memory", "tokens"])
+@pytest.mark.parametrize("wrong", ["memory", "few tokens", "many tokens"])
 def test_sizes_that_do_not_fit_are_refused(store: Store, wrong: str) -> None:
     """D2: an image that is not what its header says is not written."""
     one = segment()
     image = memory.create(len(one.data) + (wrong == "memory"))
-    tokens = one.tokens[4:] if wrong == "tokens" else one.tokens
+    tokens = {"few tokens": one.tokens[4:], "many tokens": one.tokens + bytes(4)}.get(
+        wrong, one.tokens
+    )
     with pytest.raises(ValueError, match="do not fit"):
         store.write(one.header, tokens, one.schema, image)
     image.free()
@@ -172,6 +177,20 @@ def test_a_schema_that_contradicts_the_image_is_refused(store: Store) -> None:
     with pytest.raises(SchemaError):
         store.write(one.header, one.tokens, b"\xc0", image)
     image.free()
+
+
+def test_an_image_follows_a_header_that_fills_its_page(store: Store) -> None:
+    """D2: the room that is left for the header is what it takes, to the last byte."""
+    plain = segment(0, 99)
+    image_layout = layout(schema_of(plain), plain.header.spec)
+    start = encode_header(plain.header, image_layout, 99)
+    missing = len(start) - len(start.rstrip(b" "))
+    spec = msgspec.structs.replace(plain.header.spec, metadata=bytes(missing // 4 * 3))
+    one = sample(spec, namespace="demo" + "n" * (missing % 4))
+    entry = write(store, one)
+    with path_of(store, entry).open("rb") as file:
+        assert file.read(entry.data_offset)[-1:] == b"}"
+    assert data_of(store, entry) == one.data
 
 
 def test_writing_again_replaces(store: Store) -> None:
@@ -200,6 +219,18 @@ def test_a_file_that_is_still_the_same_is_not_read_again(tmp_path: Path) -> None
     assert system.calls["read"] == reads
     first.close()
     second.close()
+    store.close()
+
+
+def test_a_schema_that_was_just_written_is_not_read(tmp_path: Path) -> None:
+    """D3: the first verification of a new file opens that file alone."""
+    system = CountingFs()
+    store = Store(tmp_path / "state", system, min_free_bytes=0)
+    store.prepare()
+    entry = write(store, segment())
+    opened = system.calls.get("open_file", 0)
+    store.reader.verify(entry).close()
+    assert system.calls["open_file"] == opened + 1
     store.close()
 
 
@@ -600,6 +631,16 @@ def test_probe_says_whether_the_disk_works(tmp_path: Path) -> None:
     store.close()
 
 
+def test_a_probe_makes_a_deleted_directory_again(store: Store) -> None:
+    """D7: what was deleted while the disk failed does not keep it from being used again."""
+    shutil.rmtree(store.directory.path)
+    store.probe(1)
+    with pytest.raises(StoreInUseError):
+        Store(store.directory.path).prepare()
+    entry = write(store, segment())
+    assert list(found(store.scan()).values()) == [entry]
+
+
 def test_meter_is_stored(store: Store) -> None:
     """D6: the write meter survives a restart."""
     assert store.load_meter() == b""
@@ -618,6 +659,7 @@ def test_no_descriptor_is_left(store: Store) -> None:
     store.empty_trash(100)
     store.probe(0)
     store.save_meter(b"x")
+    store.load_meter()
     assert len(os.listdir("/dev/fd")) == before
 
 

@@ -26,7 +26,7 @@ class RecordingFs(QuickFs):
 
     def __init__(self) -> None:
         self.synced: list[str] = []
-        self.is_unplugged = False
+        self.device_shift = 0
 
     def barrier_directory(self, descriptor: int, *, drain: bool = False) -> None:
         self.synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
@@ -34,11 +34,25 @@ class RecordingFs(QuickFs):
 
     def status(self, descriptor: int) -> os.stat_result:
         found = super().status(descriptor)
-        if not self.is_unplugged:
-            return found
         fields = list(found)
-        fields[stat.ST_DEV] += 1
+        fields[stat.ST_DEV] += self.device_shift
         return os.stat_result(fields)
+
+
+class ZeroLockFs(QuickFs):
+    """Calls the lock's descriptor 0, as the system does in a process without standard input."""
+
+    lock = -1
+
+    def lock_file(self, name: str, within: int) -> int:
+        self.lock = super().lock_file(name, within)
+        return 0
+
+    def status(self, descriptor: int) -> os.stat_result:
+        return super().status(descriptor or self.lock)
+
+    def close(self, descriptor: int) -> None:
+        super().close(descriptor or self.lock)
 
 
 @pytest.fixture
@@ -86,18 +100,36 @@ def test_parts_are_closed_to_others(directory: Directory) -> None:
         assert stat.S_IMODE(Path(directory.path, part).stat().st_mode) == 0o700
 
 
+def test_the_directories_above_are_made(tmp_path: Path) -> None:
+    """D1: a state directory may be named where nothing stands yet."""
+    directory = Directory(tmp_path / "not" / "there" / "state", QuickFs())
+    assert set(directory.prepare()) == PARTS
+    directory.close()
+
+
+def test_a_part_that_others_can_write_to_is_refused(directory: Directory) -> None:
+    """D9: whoever could write there may have put files there, so it is not made ours in silence."""
+    directory.prepare()
+    part = Path(directory.path, SEGMENTS)
+    part.chmod(0o770)
+    with pytest.raises(PermissionError, match="770") as caught:
+        directory.prepare()
+    assert caught.value.filename == str(part)
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
 def test_an_unplugged_volume_is_not_filled_at_its_mount_point(
-    directory: Directory, system: RecordingFs
+    directory: Directory, system: RecordingFs, shift: int
 ) -> None:
     """D7: where another volume shows through, nothing is written."""
     directory.prepare()
     shutil.rmtree(directory.path)
-    system.is_unplugged = True
+    system.device_shift = shift
     with pytest.raises(OSError, match="the volume of the state directory is gone") as caught:
         directory.prepare()
     assert caught.value.errno == errno.ENODEV
     shutil.rmtree(directory.path)
-    system.is_unplugged = False
+    system.device_shift = 0
     assert set(directory.prepare()) == PARTS
 
 
@@ -113,6 +145,17 @@ def test_the_lock_is_taken_and_given_up(directory: Directory) -> None:
     other.prepare()
     with pytest.raises(StoreInUseError):
         directory.prepare()
+    other.close()
+
+
+def test_a_lock_may_have_the_descriptor_zero(tmp_path: Path) -> None:
+    """D9: a daemon without standard input keeps its lock, and gives it up, like any other."""
+    directory = Directory(tmp_path / "state", ZeroLockFs())
+    directory.prepare()
+    directory.prepare()
+    directory.close()
+    other = Directory(directory.path, QuickFs())
+    other.prepare()
     other.close()
 
 

@@ -223,6 +223,47 @@ def test_a_failed_write_leaves_nothing(store: Store, system: RefusingFs) -> None
     assert store.waste.foreign_files == 0
 
 
+def test_a_schema_that_was_cut_short_is_written_again(store: Store) -> None:
+    """D2, D3: without its schema no file of the namespace is found by the next start."""
+    entry = write(store, segment())
+    schema = path_of(store, entry).with_name(schema_name(entry.header.schema_digest))
+    whole = schema.read_bytes()
+    schema.write_bytes(whole[:-1])
+    again = write(store, segment(seed=1))
+    assert schema.read_bytes() == whole
+    assert {found.header.id for found in scanned(store)} == {entry.header.id, again.header.id}
+
+
+def test_a_write_fits_into_the_last_byte_of_room(tmp_path: Path) -> None:
+    """D7: the room that a file needs is all of it, header, image and tokens, and no byte more."""
+    system = AlmostFullFs()
+    left_to_others = 1000
+    store = Store(tmp_path / "state", system, min_free_bytes=left_to_others)
+    store.prepare()
+    system.free = 1 << 30
+    file_bytes = path_of(store, write(store, segment(0, 900))).stat().st_size
+    system.free = left_to_others + file_bytes - 1
+    with pytest.raises(OSError, match=f" {file_bytes} bytes would leave less"):
+        write(store, segment(0, 900, seed=1))
+    system.free += 1
+    write(store, segment(0, 900, seed=1))
+    store.close()
+
+
+@pytest.mark.parametrize("call", ["write", "rename"])
+def test_a_meter_that_is_not_stored_is_an_error(
+    store: Store, system: RefusingFs, call: str
+) -> None:
+    """D6, D7: its owner learns that the disk fails; the stored one stays, and nothing is left."""
+    store.save_meter(b"stored")
+    before = sorted(os.listdir(store.directory.path))
+    system.refuses[call] = always
+    with pytest.raises(OSError, match="injected"):
+        store.save_meter(b"lost")
+    assert store.load_meter() == b"stored"
+    assert sorted(os.listdir(store.directory.path)) == before
+
+
 # -- clearing --------------------------------------------------------------------------------------
 
 
@@ -238,6 +279,16 @@ def test_a_clear_of_a_directory_that_was_deleted_is_done(
     assert scanned(store) == []
     entry = write(store, segment(seed=1))
     assert scanned(store) == [entry]
+
+
+def test_a_clear_without_a_trash_clears(store: Store) -> None:
+    """D7, D11: a trash that somebody deleted is made again, and the files are out of reach."""
+    entry = write(store, segment())
+    kept = write(store, segment(namespace="kept"))
+    shutil.rmtree(Path(store.directory.path, TRASH))
+    store.clear("demo")
+    assert not path_of(store, entry).exists()
+    assert scanned(store) == [kept]
 
 
 def test_bytes_freed_before_an_error_are_told_the_next_time(

@@ -2,6 +2,8 @@
 
 import random
 
+import msgspec
+
 from prefixcached.actors.write_policy import WINDOW_HOURS, BackOff, WriteMeter, WriteQueue
 from prefixcached.protocol.actor_messages import (
     ClearNamespace,
@@ -106,6 +108,17 @@ def test_a_clear_of_everything_drops_every_write() -> None:
     assert len(queue) == 1
 
 
+def test_a_clear_without_deletions_goes_first() -> None:
+    """D11: writes of other namespaces that wait for their delay neither hold it up nor lose it."""
+    queue = WriteQueue()
+    others, clear = [write(1, "b"), write(2, "b")], Envelope(ClearNamespace("a", 1))
+    for other in others:
+        queue.add_write(other, not_before=5.0)
+    queue.add_clear(clear, "a")
+    assert [queue.next(0.0), queue.next(0.0)] == [clear, None]
+    assert [queue.next(5.0), queue.next(5.0)] == others
+
+
 def test_the_meter_stops_at_its_budget() -> None:
     """D6: what would exceed the budget of 24 hours is refused until the window has moved."""
     meter = WriteMeter(100)
@@ -116,6 +129,24 @@ def test_the_meter_stops_at_its_budget() -> None:
     assert meter.allows(60, WINDOW_HOURS * HOUR)
     assert not meter.allows(61, WINDOW_HOURS * HOUR)
     assert meter.written_bytes((WINDOW_HOURS + 5) * HOUR) == 0
+
+
+def test_the_meter_counts_by_the_clock_of_today() -> None:
+    """D6: half a million hours after the epoch an hour is as long as in the first."""
+    now = 500_000 * HOUR
+    meter = WriteMeter(100)
+    meter.record(60, now)
+    meter.record(40, now + HOUR)
+    assert meter.written_bytes(now + HOUR) == 100
+    assert meter.written_bytes(now + WINDOW_HOURS * HOUR) == 40
+
+
+def test_a_meter_that_nobody_reads_keeps_no_more_than_its_window() -> None:
+    """D6: without a budget too, what is stored does not grow over the months."""
+    meter = WriteMeter(None)
+    for hour in range(1000):
+        meter.record(1, hour * HOUR)
+    assert len(msgspec.json.decode(meter.encode())["hours"]) == WINDOW_HOURS
 
 
 def test_no_budget_is_no_bound_but_is_counted() -> None:

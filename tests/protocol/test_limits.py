@@ -146,6 +146,27 @@ def test_a_message_is_never_changed_after_it_was_made(kind: type[Any]) -> None:
     assert kind.__struct_config__.frozen
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [kind for kind in structs_of(actor_messages) if kind is not actor_messages.Envelope],
+    ids=lambda kind: kind.__name__,
+)
+def test_what_an_actor_leaves_out_says_nothing(kind: type[Any]) -> None:
+    """D1: a field that is not named is zero, empty or false, in a file's header as in a message."""
+    for field in msgspec.structs.fields(kind):
+        assert field.default is msgspec.NODEFAULT or not field.default, field.name
+
+
+def test_the_parent_in_a_header_is_at_most_an_id() -> None:
+    """D1: 32 hex digits name an image, and a longer parent no image at all."""
+    header = {"format": 1, "id": "0" * 32, "kind": "segment", "namespace": "n"}
+    header |= {"spec": {"kind": "segment"}}
+    decoded = msgspec.convert(header | {"parent": "f" * 32}, actor_messages.FileHeader)
+    assert decoded.parent == "f" * 32
+    with pytest.raises(msgspec.ValidationError, match="parent"):
+        msgspec.convert(header | {"parent": "f" * 33}, actor_messages.FileHeader)
+
+
 HELLO = plain(REQUESTS[0])
 TAKE = plain(messages.Take(namespace="n", tokens=b"", label="l"))
 RELEASE = plain(messages.Release(lease=1))
