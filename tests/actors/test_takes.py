@@ -428,3 +428,45 @@ def test_nobody_ends_or_uses_the_lease_of_another() -> None:
     assert core.statistics().leases == 1
     clients[1].release(hit)
     assert core.statistics().leases == 0
+
+
+def test_a_take_that_waits_for_anothers_prefill_is_counted_once() -> None:
+    """Q2, C5: however often it looks again before it is answered."""
+    core = Core(small_config(claim_min_tokens=16))
+    first, second = Client(core, 1), Client(core, 2)
+    first.miss(sequence(40))
+    assert core.takes.counters.waits == 0
+    slot = second.ask(sequence(40), wait=100.0)
+    first.store(sequence(20))
+    assert slot.reply is None
+    first.store(sequence(39))
+    second.verify(slot, sequence(40))
+    assert core.takes.counters.waits == 1
+
+
+def test_what_serves_instead_of_a_failed_read_leaves_the_last_token_too() -> None:
+    """T3, T8: the prompt became resident while its file was read, and the read failed."""
+    core, disk, client = on_disk_only(20)
+    slot = client.ask(sequence(20))
+    (entry,) = core.index.entries.values()
+    core.promotions.promote(entry)
+    disk.accept()
+    disk.finish_promotion(entry.id)
+    disk.finish_read(entry.id, "transient")
+    hit = client.verify(slot, sequence(20))
+    assert (hit.length, hit.tier) == (19, "ram")
+
+
+def test_a_hit_whose_end_was_absorbed_meanwhile_marks_nothing() -> None:
+    """S1, L2: a label is never left on an image that no prompt finds any more."""
+    core, disk, client = on_disk_only(20, 24, segment_min_tokens=8)
+    slot = client.ask(sequence(25), label="talk")
+    disk.accept()
+    Client(core, 2).store(sequence(40))
+    for name in list(disk.reads):
+        disk.finish_read(name)
+    hit = client.verify(slot, sequence(25))
+    assert hit.length == 24
+    assert core.statistics().labels == 0
+    client.release(hit)
+    check_core(core)

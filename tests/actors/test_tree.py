@@ -152,3 +152,17 @@ def test_detaching_takes_the_whole_subtree_along() -> None:
     assert tree.walk(namespace.root, token_array((1, 2, 3, 4))).matched == 0
     assert len(entries_below(top)) == 2
     assert np.array_equal(top.tokens, token_array((1, 2)))
+
+
+@pytest.mark.parametrize(
+    ("before", "prompt", "matched"),
+    [((), (7, 7, 7, 8), 2), ((1, 2, 3, 7), (1, 2, 3, 7, 7, 8), 5)],
+)
+def test_a_segment_matches_at_its_own_position_alone(
+    before: Tokens, prompt: Tokens, matched: int
+) -> None:
+    """T1: tokens that stand elsewhere in the prompt are no match, or wrong KV would be served."""
+    namespace = new_namespace()
+    insert(namespace, before)
+    insert(namespace, (*before, 7, 7, 8))
+    assert tree.walk(namespace.root, token_array(prompt)).matched == matched

@@ -95,3 +95,61 @@ def test_dead_entries_do_not_pile_up() -> None:
         each.holders = 1
         queue.offer(each)
     assert len(queue) <= 2 * SLACK
+
+
+def test_stale_items_are_swept_out_however_they_became_stale() -> None:
+    """One call may make two items stale: no number of them is stepped over for good."""
+    queue = Victims(lambda e: not e.holders)
+    busy, other = entry("busy"), entry("other")
+    for each in (busy, other):
+        queue.offer(each)
+    for _ in range(2 * 2 + SLACK - 1 - len(queue)):  # all but one of the stale ones tolerated
+        busy.priority += 1
+        queue.offer(busy)
+    other.holders = 1
+    queue.offer(other)
+    assert len(queue) == 1
+
+
+def test_a_few_stale_items_are_left_alone() -> None:
+    """The heap is not rebuilt at each change: that would cost every use of a small cache."""
+    queue = Victims(lambda e: True)
+    each = entry("a")
+    for priority in range(3):
+        each.priority = priority
+        queue.offer(each)
+    assert len(queue) == 3
+    assert list(queue.in_order()) == [each]
+
+
+def test_the_order_survives_a_sweep() -> None:
+    """E2: what is left after a rebuild is a heap again."""
+    queue = Victims(lambda e: True)
+    entries = [entry(str(number)) for number in range(50)]
+    for used in range(2 * 50 + SLACK + 1):
+        entries[used % 50].priority = used * 7919 % 997
+        queue.offer(entries[used % 50])
+    assert len(queue) == 50
+    assert [v.rank for v in queue.in_order()] == sorted(e.rank for e in entries)
+
+
+def test_entries_of_equal_rank_keep_their_order() -> None:
+    """Whoever is offered again without any change does not fall behind its equals."""
+    queue = Victims(lambda e: True)
+    entries = [entry("a"), entry("b")]
+    for each in (*entries, entries[0]):
+        queue.offer(each)
+    assert list(queue.in_order()) == entries
+
+
+def test_what_was_in_use_when_its_turn_came_is_a_victim_later() -> None:
+    """E2: it hides nobody behind it, and is queued again once it is free."""
+    queue = Victims(lambda e: not e.holders)
+    held, free = entry("held", 1.0), entry("free", 2.0)
+    for each in (held, free):
+        queue.offer(each)
+    held.holders = 1  # nobody tells the queue
+    assert list(queue.in_order()) == [free]
+    held.holders = 0
+    queue.offer(held)
+    assert list(queue.in_order()) == [held, free]
