@@ -10,6 +10,7 @@ import importlib.metadata
 import inspect
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -63,13 +64,13 @@ def fingerprint(model: nn.Module) -> str:
     sums: list[mx.array] = []
     for name, module in modules:
         _add(digest, f"{name}={type(module).__module__}.{type(module).__qualname__}".encode())
-        for key, value in sorted({**vars(module), **module}.items()):
-            # What begins with an underscore is derived from the rest, some of it at first use.
-            if key.startswith("_"):
-                continue
+        for key, value in _leaves({**vars(module), **module}):
             if isinstance(value, mx.array):
                 _add(digest, f"{key}:{value.dtype}{value.shape}".encode())
                 sums += _sums(value)
+            elif isinstance(value, np.ndarray):
+                _add(digest, f"{key}:{value.dtype}{value.shape}".encode())
+                _add(digest, value.tobytes())
             elif _is_plain(value):
                 _add(digest, f"{key}={value!r}".encode())
             elif dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -99,6 +100,27 @@ def _add(digest: Any, part: bytes) -> None:
     """Add ``part`` so that no two different lists of parts look alike."""
     digest.update(len(part).to_bytes(8, "little"))
     digest.update(part)
+
+
+def _leaves(attributes: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of a layer, those within lists and dicts one by one.
+
+    Layers keep parameters in lists too, such as an adapter's for several outputs. A layer within
+    is yielded as a whole: it comes by itself, as a module.
+    """
+    for name, value in sorted(attributes.items()):
+        # What begins with an underscore is derived from the rest, some of it at first use.
+        if not name.startswith("_"):
+            yield from _parts(name, value)
+
+
+def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if type(value) not in (list, tuple, dict) or _is_plain(value):
+        yield name, value
+        return
+    items = value.items() if type(value) is dict else enumerate(value)
+    for key, item in sorted(items, key=lambda pair: str(pair[0])):
+        yield from _parts(f"{name}.{key}", item)
 
 
 def _sums(array: mx.array) -> list[mx.array]:

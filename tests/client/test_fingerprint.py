@@ -8,9 +8,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
-from mlx.utils import tree_map
-from mlx_lm.models import llama
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models import afm7, llama
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from prefixcached.client.fingerprint import fingerprint, is_distributed, namespace, namespace_for
@@ -114,6 +115,45 @@ def test_an_adapters_scale_counts() -> None:
         _adapter(m)
 
     assert edited(scaled) != edited(unscaled) == edited(unscaled)
+
+
+def test_every_parameter_of_an_adapter_counts() -> None:
+    """N2: also those that a layer keeps in a list, as adapters of fused projections do."""
+    args = afm7.ModelArgs(
+        model_type="afm7", vocab_size=32, hidden_dim=16, num_layers=2, num_kv_reuse_layers=1,
+        num_heads=2, num_kv_heads=1, hidden_dim_scale_factor=2.0,
+    )  # fmt: skip
+    adapted = afm7.Model(args)
+    adapted.freeze()
+    linear_to_lora_layers(adapted, 2, {"rank": 2, "scale": 20.0, "dropout": 0.0})
+    found = {fingerprint(adapted)}
+    trained = tree_flatten(adapted.trainable_parameters())
+    assert any("lora_b.2" in name for name, _ in trained)
+    for name, value in trained:
+        adapted.load_weights([(name, value + 1)], strict=False)
+        found.add(fingerprint(adapted))
+    assert len(found) == 1 + len(trained)
+
+
+class Holder(nn.Module):
+    """A layer whose numbers lie in containers."""
+
+    def __init__(self, held: object) -> None:
+        super().__init__()
+        self.held = held
+
+
+def test_what_lies_in_containers_counts() -> None:
+    """N2: arrays of MLX and of numpy in lists, tuples and dicts, at any depth, and where."""
+    one, two = mx.array([1.0]), mx.array([2.0])
+    held: list[object] = [
+        [one], [two], (one, two), (two, one), {"a": one}, {"b": one}, {"a": [one]}, {"a": [two]},
+        {"_a": two}, [one, 1], [one, 2], [np.ones(2)], [np.zeros(2)], np.ones(2), np.zeros(2),
+        np.ones(2, np.float32),
+    ]  # fmt: skip
+    assert len({fingerprint(Holder(value)) for value in held}) == len(held)
+    again = fingerprint(Holder({"b": two, "a": one}))
+    assert again == fingerprint(Holder({"a": one, "b": two})), "the order of a dict says nothing"
 
 
 def test_arguments_count() -> None:
