@@ -101,6 +101,7 @@ class Index:
         self._is_trash_expected = False
         self._trash_elsewhere_bytes = 0
         self._labels: dict[str, set[Label]] = {}
+        self._kept: dict[int, list[Entry]] = {}
         self.unattached: dict[str, FileEntry] = {}
         self.counters = dict.fromkeys(
             ("evictions", "demotions", "dropped_unwritten", "ssd_evictions", "superseded"), 0
@@ -259,6 +260,19 @@ class Index:
                 self.held_images -= 1
             self._offer_to_victims(entry)
 
+    def keep(self, path: list[Entry]) -> None:
+        """Hold what a prompt is found by until `let_go` (rules F1 and P6).
+
+        Whatever takes the place of an entry meanwhile is held instead, and stands in ``path``.
+        """
+        self.hold(path)
+        self._kept[id(path)] = path
+
+    def let_go(self, path: list[Entry]) -> None:
+        """End a `keep`."""
+        del self._kept[id(path)]
+        self.release(path)
+
     # -- entries go -----------------------------------------------------------------------------
 
     def drop_memory(self, entry: Entry) -> None:
@@ -371,6 +385,11 @@ class Index:
         self.counters["superseded"] += 1
         for label in list(self._labels.get(old.id, ())):
             self.move_label(label, new)
+        for path in self._kept.values():
+            if old in path:
+                path[path.index(old)] = new
+                old.holders -= 1
+                new.holders += 1
         new.uses = old.uses
         earlier = [*old.superseded, old]
         old.superseded = []

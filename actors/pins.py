@@ -61,7 +61,7 @@ class PinDesk:
         entries: list[Entry] = list(dict.fromkeys([*segments, *(p.entry for p in lent)]))
         pin = Pin(next(self._shared.numbers), session, entries, lookup.any_length, answer)
         self.pins[pin.id] = pin
-        self._index.hold(entries)
+        self._index.keep(entries)
         self._index.use(entries, now)
         self._labels.mark(request.namespace, request.label, segments[-1], lookup.any_length, now)
         on_disk = {i: p.entry for i, p in enumerate(lent) if p.entry.memory is None}
@@ -124,4 +124,4 @@ class PinDesk:
 
     def _end(self, pin: Pin) -> None:
         del self.pins[pin.id]
-        self._index.release(pin.entries)
+        self._index.let_go(pin.entries)

@@ -314,10 +314,10 @@ class PutDesk:
         if sum(p.session == waiting.session for p in self.puts.values()) >= MAX_PUTS_PER_SESSION:
             return self._declined("busy")
         held = _whole_path(path)
-        self._index.hold(held)  # before making room: the path must not be its victim
+        self._index.keep(held)  # before making room: the path must not be its victim
         room = self._index.make_room(total, len(sizes))
         if room is not Room.FITS:
-            self._index.release(held)
+            self._index.let_go(held)
             if room is Room.SOON and now < waiting.room_deadline:
                 return "room"
             if ram.is_reduced:  # with the whole cap it might have fitted (rule M2)
@@ -325,7 +325,7 @@ class PutDesk:
             return self._declined("busy" if room is Room.SOON else "no-space")
         memories = self._create(sizes)
         if memories is None:
-            self._index.release(held)
+            self._index.let_go(held)
             return self._declined("no-space")
         images = [
             PutImage(*image) for image in zip(plan.images, sizes, charged, memories, strict=True)
@@ -405,7 +405,7 @@ class PutDesk:
             self._absorbing.discard(put.absorbed.id)
         for image in leftover:
             self._index.give_back(image.memory, "in_flight", image.charged_bytes)
-        self._index.release(put.held)
+        self._index.let_go(put.held)
         self._index.forget_if_empty(put.namespace)
 
     def _declined(self, reason: str) -> Declined:

@@ -50,6 +50,27 @@ def test_a_prefetch_makes_resident_and_pins() -> None:
     check_idle(core)
 
 
+def test_a_pin_follows_what_replaces_its_end() -> None:
+    """F1, P11: a short end that a next turn absorbs is still there for the pin's prompt."""
+    core = Core(small_config(ram_bytes=4 * PAGE, segment_min_tokens=50, put_wait_seconds=0.0))
+    client, other = Client(core, 1), Client(core, 2)
+    client.store(sequence(10))
+    pin = pinned(client.prefetch(sequence(11)))
+    other.store(sequence(20))
+    assert core.index.counters["superseded"] == 1
+    for salt in range(1, 6):
+        other.store(sequence(20, salt))
+        other.reuse(sequence(21, salt))
+    assert client.reuse(sequence(11)) == 10
+    check_core(core)
+    client.unpin(pin)
+    for salt in range(6, 12):
+        other.store(sequence(20, salt))
+        other.reuse(sequence(21, salt))
+    assert client.reuse(sequence(11)) == 0, "let go, it is a victim like any other"
+    check_core(core)
+
+
 def test_a_prefetch_that_does_not_fit_pins_all_the_same() -> None:
     """F1, E6: resident if the budget allows; the files stay pinned."""
     core, disk, client = two_tiers(10, 20, ram_pages=2)

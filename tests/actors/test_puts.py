@@ -222,6 +222,24 @@ def test_the_base_of_a_put_stays_while_it_is_in_flight() -> None:
     assert first.reuse(sequence(21)) == 20
 
 
+def test_the_base_of_a_put_follows_what_replaces_its_end() -> None:
+    """P6, P11: another put absorbs the leaf that this one builds on; what took its place stays."""
+    core = Core(small_config(ram_bytes=5 * PAGE, segment_min_tokens=50, put_wait_seconds=0.0))
+    one, two, others = Client(core, 1), Client(core, 2), Client(core, 3)
+    base = sequence(10)
+    one.store(base)
+    absorbing = one.grant(base + sequence(10, 7))
+    building = two.grant(base + sequence(10, 9))
+    assert building.base == 10
+    assert isinstance(one.commit(absorbing), wire.Stored)
+    for salt in range(20, 26):
+        others.put(sequence(20, salt))
+        others.reuse(sequence(21, salt))
+    assert isinstance(two.commit(building), wire.Stored)
+    assert two.reuse((*base, *sequence(10, 9), 1)) == 20
+    check_core(core)
+
+
 def test_a_put_whose_base_was_lost_is_declined() -> None:
     """P6, issue 3: a base that is gone with its file leaves no unreachable continuation."""
     core = Core(small_config(ssd_bytes=1 << 30, write_delay_seconds=0.0, idle_seconds=5.0))
