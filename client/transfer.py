@@ -16,7 +16,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
 IOV_MAX: Final = 1024
 """Buffers of one `preadv` or `pwritev`: the limit of Linux and macOS alike."""
@@ -35,8 +35,6 @@ PIECE_BYTES: Final = 4 << 20
 
 Run = tuple[int, Sequence[memoryview]]
 """An offset in bytes, and the contiguous buffers that lie there one after the other."""
-
-T = TypeVar("T")
 
 _Vectored = Callable[[int, Sequence[memoryview], int], int]
 
@@ -105,7 +103,7 @@ def read_all(moves: Sequence[Move], before_each: Callable[[], None]) -> None:
         before_each()
         read_rows(*piece)
 
-    _spread(read, [piece for move in moves for piece in _pieces(move)], _total_bytes(moves))
+    _spread(read, [[piece] for move in moves for piece in _pieces(move)], _total_bytes(moves))
 
 
 def write_all(moves: Sequence[Move], before_each: Callable[[], None]) -> None:
@@ -120,10 +118,9 @@ def write_all(moves: Sequence[Move], before_each: Callable[[], None]) -> None:
         for piece in _pieces(move):
             jobs.setdefault(piece if is_mapped_only(piece.fd) else piece.fd, []).append(piece)
 
-    def write(pieces: list[Move]) -> None:
-        for piece in pieces:
-            before_each()
-            write_rows(*piece)
+    def write(piece: Move) -> None:
+        before_each()
+        write_rows(*piece)
 
     _spread(write, list(jobs.values()), _total_bytes(moves))
 
@@ -188,8 +185,12 @@ def _mapped(
         yield memory, offset - start
 
 
-def _spread(do: Callable[[T], None], jobs: Sequence[T], total_bytes: int) -> None:
-    """Do every job, in threads where that pays; all have ended when this returns or raises."""
+def _spread(do: Callable[[Move], None], jobs: Sequence[Sequence[Move]], total_bytes: int) -> None:
+    """Make the moves of every job, in threads where that pays.
+
+    No thread touches a descriptor or a buffer any more when this returns or raises, interrupted or
+    not: the caller closes them next, and their numbers may soon be those of other files.
+    """
     pending = deque(jobs)
     failures: list[BaseException] = []
 
@@ -199,22 +200,43 @@ def _spread(do: Callable[[T], None], jobs: Sequence[T], total_bytes: int) -> Non
                 job = pending.popleft()
             except IndexError:
                 return
-            try:
-                do(job)
-            except BaseException as error:  # noqa: BLE001, raised below, by the caller's thread
-                failures.append(error)
+            for piece in job:
+                if failures:
+                    return
+                try:
+                    do(piece)
+                except BaseException as error:  # noqa: BLE001, raised below, by the caller's thread
+                    failures.append(error)
 
-    helpers: list[threading.Thread] = []
-    if total_bytes >= PARALLEL_BYTES:
-        count = min(THREADS, len(jobs), os.cpu_count() or 1) - 1
-        with contextlib.suppress(RuntimeError):  # no more threads: this one does it all
-            for _ in range(count):
-                helper = threading.Thread(target=work, name="prefixcached-copy")
-                helper.start()
-                helpers.append(helper)
-    work()
-    for helper in helpers:
-        helper.join()
+    def help_out(finished: threading.Event) -> None:
+        try:
+            work()
+        finally:
+            finished.set()
+
+    helpers: list[tuple[threading.Thread, threading.Event]] = []
+    try:
+        if total_bytes >= PARALLEL_BYTES:
+            count = min(THREADS, len(jobs), os.cpu_count() or 1) - 1
+            with contextlib.suppress(RuntimeError):  # no more threads: this one does it all
+                for _ in range(count):
+                    finished = threading.Event()
+                    helper = threading.Thread(
+                        target=help_out, args=(finished,), name="prefixcached-copy"
+                    )
+                    helpers.append((helper, finished))
+                    helper.start()
+        work()
+    except BaseException as error:  # noqa: BLE001, Ctrl-C between two pieces
+        failures.append(error)
+    for helper, finished in helpers:
+        # Not `join`: one that was interrupted calls the thread ended. One without an identity has
+        # not begun, and will do nothing where something failed.
+        while helper.ident is not None and not finished.is_set():
+            try:
+                finished.wait()
+            except BaseException as error:  # noqa: BLE001
+                failures.append(error)
     if failures:
         raise failures[0]
 

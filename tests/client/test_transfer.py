@@ -2,6 +2,9 @@
 
 import itertools
 import os
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -139,3 +142,42 @@ def placed(runs: list[transfer.Run]) -> dict[int, int]:
     for offset, views in runs:
         result.update(enumerate(b"".join(bytes(view) for view in views), start=offset))
     return result
+
+
+def test_an_interrupted_transfer_leaves_no_thread_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C3: Ctrl-C while helpers copy: they have stopped when it arrives, for the caller now closes.
+
+    Their descriptors' numbers may soon be those of the program's own files.
+    """
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    main, at_work = threading.get_ident(), threading.Event()
+
+    def before_each() -> None:
+        if threading.get_ident() != main:
+            at_work.set()
+            time.sleep(0.5)  # long after the interrupt: only waiting keeps the descriptor open
+            at_work.clear()
+        else:
+            assert at_work.wait(20)
+
+    images = [memory.create(transfer.PARALLEL_BYTES) for _ in range(2)]
+    views = [memoryview(bytes(transfer.PARALLEL_BYTES))]
+    moves = [transfer.Move(image.writable_descriptor, 0, views) for image in images]
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+
+    def interrupt() -> None:
+        at_work.wait(20)
+        time.sleep(0.1)
+        signal.pthread_kill(main, signal.SIGALRM)
+
+    timer = threading.Thread(target=interrupt)
+    timer.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            transfer.write_all(moves, before_each)
+        assert not at_work.is_set()
+    finally:
+        timer.join()
+        signal.signal(signal.SIGALRM, before)
+        for image in images:
+            image.free()
