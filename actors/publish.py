@@ -3,7 +3,7 @@
 Rules P4, P6, P11, E11. Called by PutDesk once all images of the put are immutable.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 from prefixcached.actors import tree
@@ -120,9 +120,20 @@ def publish(index: Index, new_id: Callable[[], str], put: Publishable) -> Publis
                 surplus.append(image)
             else:
                 published.append(checkpoint)
-    used: list[Entry] = [step.segment for step in tree.walk(put.namespace.root, put.tokens).steps]
+    whole = [step.segment for step in tree.walk(put.namespace.root, put.tokens).steps]
+    lower_minimum(whole, put.minimum)
+    used: list[Entry] = [*whole]
     used.extend(entry for entry in published if isinstance(entry, Checkpoint))
     return Published(published, surplus, used, sum(entry.nbytes for entry in published))
+
+
+def lower_minimum(segments: Iterable[Segment], minimum: int) -> None:
+    """Let what a put found there be reused from ``minimum`` tokens on, as the put asks (rule T6).
+
+    Whoever stored it first with a larger minimum would else hide it from whoever needs none.
+    """
+    for segment in segments:
+        segment.minimum = min(segment.minimum, minimum)
 
 
 def _publish_object(

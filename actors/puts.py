@@ -11,7 +11,7 @@ from prefixcached.actors import tree
 from prefixcached.actors.desk import Answer, Shared
 from prefixcached.actors.entries import Entry, Memory, Namespace, Segment
 from prefixcached.actors.index import Room
-from prefixcached.actors.publish import PutImage, is_complete, publish
+from prefixcached.actors.publish import PutImage, is_complete, lower_minimum, publish
 from prefixcached.actors.put_policy import PutPlan, check_offer, may_absorb, plan_put
 from prefixcached.actors.resume import checkpoints_on
 from prefixcached.actors.tree import Path
@@ -295,6 +295,7 @@ class PutDesk:
             self.counters.already_held += 1
             self.counters.snapshots_left_out += plan.leaves_out_snapshot
             self._index.use(_whole_path(path), now, is_hit=False)
+            lower_minimum((segment for segment, _ in path.steps), offer.minimum)
             return Stored(new_bytes=0, length=length)
         granted = self._grant(waiting, namespace, path, plan, now)
         if isinstance(granted, Put):

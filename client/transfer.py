@@ -229,14 +229,16 @@ def _spread(do: Callable[[Move], None], jobs: Sequence[Sequence[Move]], total_by
         work()
     except BaseException as error:  # noqa: BLE001, Ctrl-C between two pieces
         failures.append(error)
-    for helper, finished in helpers:
-        # Not `join`: one that was interrupted calls the thread ended. One without an identity has
-        # not begun, and will do nothing where something failed.
-        while helper.ident is not None and not finished.is_set():
-            try:
+    while helpers:
+        try:
+            helper, finished = helpers[-1]
+            # Not `join`: one that was interrupted calls the thread ended. One without an identity
+            # has not begun, and will do nothing where something failed.
+            if helper.ident is not None:
                 finished.wait()
-            except BaseException as error:  # noqa: BLE001
-                failures.append(error)
+            helpers.pop()
+        except BaseException as error:  # noqa: BLE001
+            failures.append(error)
     if failures:
         raise failures[0]
 

@@ -47,6 +47,23 @@ def test_a_minimum_bars_shorter_matches() -> None:
     assert (miss.reason, miss.matched) == ("below-minimum", 40)
 
 
+def test_a_put_without_a_minimum_is_not_hidden_by_one_that_had_it() -> None:
+    """T6: what a put is told is `Stored` can be reused from its own minimum on, whoever was first.
+
+    A continuation asks the same of the path that it builds on.
+    """
+    core = Core()
+    put(core, tokens(60), minimum=1000)
+    assert take(core, tokens(61)).reason == "below-minimum"
+    put(core, tokens(60), minimum=70)
+    assert take(core, tokens(61)).reason == "below-minimum"
+    put(core, tokens(60))
+    assert length_of(core, tokens(61)) == 60
+    put(core, tokens(60, start=500), minimum=1000)
+    put(core, tokens(80, start=500))
+    assert length_of(core, tokens(41, start=500)) == 40
+
+
 @pytest.mark.parametrize(
     ("prompt", "reason", "matched"),
     [(tokens(20, start=900), "diverged", 0), (tokens(40, start=1), "diverged", 0)],

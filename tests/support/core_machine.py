@@ -131,7 +131,6 @@ class ClientMachine(RuleBasedStateMachine):
         self.known: list[Tokens] = [(5, 6)]
         self.visible: dict[str, set[Tokens]] = {name: set() for name in self.namespaces}
         self.promised: dict[str, set[Tokens]] = {name: set() for name in self.namespaces}
-        self.with_minimum: set[str] = set()
         self.granted: list[Granted] = []
         self.lent: list[Lent] = []
         self.pins: list[tuple[int, int]] = []
@@ -206,8 +205,6 @@ class ClientMachine(RuleBasedStateMachine):
             attachments=with_attachments, minimum=min(minimum, length) if minimum > 9 else 0,
             seconds_left=seconds,
         )  # fmt: skip
-        if offer.minimum:
-            self.with_minimum.add(namespace)
         if tokens not in self.known:
             self.known.append(tokens)
         resumable = spec is not None or not schema.has_state
@@ -372,8 +369,8 @@ class ClientMachine(RuleBasedStateMachine):
 
     def check_promises(self, namespace: str) -> None:
         """What was stored is resumable at its own end as long as nothing had to leave."""
-        if self.has_losses() or namespace in self.with_minimum:
-            return  # its tokens may be those of a put with a longer minimum (T6)
+        if self.has_losses():
+            return
         for tokens in self.promised[namespace]:
             assert longest_by_definition(self.core, namespace, tokens, len(tokens)) == len(tokens)
 
