@@ -7,6 +7,7 @@ one task at a time in each direction.
 """
 
 import array
+import contextlib
 import errno
 import math
 import os
@@ -60,7 +61,9 @@ class MessageSocket:
         sock.setblocking(False)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             if sock.getsockopt(socket.SOL_SOCKET, option) < SOCKET_BUFFER_BYTES:
-                sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
+                # XNU answers EINVAL once the peer has closed; the next read will show that.
+                with contextlib.suppress(OSError):
+                    sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
         self._socket = sock
         self._buffer = memoryview(bytearray(RECEIVE_BYTES) if buffer is None else buffer)
 

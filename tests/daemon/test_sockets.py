@@ -179,6 +179,23 @@ async def test_both_buffers_are_raised(pair: tuple[MessageSocket, MessageSocket]
         left.close()
 
 
+async def test_a_peer_that_closed_at_once_is_the_end_of_the_stream() -> None:
+    """C3: macOS refuses to set options of a socket whose peer has gone; that ends no listener."""
+
+    class AsOnMacOS(socket.socket):
+        def getsockopt(self, *_: Any) -> int:  # type: ignore[override]
+            return 8192
+
+        def setsockopt(self, *_: Any) -> None:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    left, right = socket.socketpair(socket.AF_UNIX)
+    left.close()
+    peer = MessageSocket(AsOnMacOS(fileno=right.detach()))
+    assert await peer.receive() == (b"", [])
+    peer.close()
+
+
 def test_credentials_name_the_process_at_the_other_end(tmp_path: Path) -> None:
     """C1: the kernel says who connected."""
     path = str(tmp_path / "s")
