@@ -146,7 +146,7 @@ class Calls(Generic[W]):
                     windows=snapshot.windows,
                     checkpoint=snapshot.checkpoint,
                     attachments=snapshot.attachments,
-                    minimum=minimum_length,
+                    minimum=min(minimum_length, limits.MAX_TOKENS),
                     label=session,
                 )
                 result = yield from lending.put(snapshot, offer, self._schemas)

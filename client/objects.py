@@ -31,9 +31,6 @@ NUMPY_NAMES: Final = {
 
 _NUMPY_DTYPES: Final = {name: np.dtype(code) for code, name in NUMPY_NAMES.items()}
 
-MAX_NAME_CHARACTERS: Final = 256
-"""Of a tensor: what the protocol's `Name` admits."""
-
 Array = Any
 """An `mx.array` or a numpy array."""
 
@@ -163,8 +160,10 @@ def _is_mlx(array: Array) -> bool:
 def _check_name(name: str, array: Array) -> None:
     if not isinstance(name, str):
         raise TypeError(f"a tensor's name must be a str, not {type(name).__name__}")
-    if not 0 < len(name) <= MAX_NAME_CHARACTERS:
-        raise ValueError(f"a tensor's name of {len(name)} characters; 1 to {MAX_NAME_CHARACTERS}")
+    if not 0 < len(name) <= limits.MAX_NAME_CHARACTERS:
+        raise ValueError(
+            f"a tensor's name of {len(name)} characters; 1 to {limits.MAX_NAME_CHARACTERS}"
+        )
     if not _is_mlx(array) and not isinstance(array, np.ndarray):
         raise TypeError(f"{name} must be an mlx or numpy array, not {type(array).__name__}")
     if len(array.shape) > limits.MAX_DIMENSIONS:

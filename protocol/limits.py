@@ -34,6 +34,9 @@ MAX_TENSORS: Final = 8192
 MAX_WINDOW_GROUPS: Final = 64
 """Distinct window geometries in one model."""
 
+MAX_NAME_CHARACTERS: Final = 256
+"""Of a tensor."""
+
 MAX_DIMENSIONS: Final = 8
 """Dimensions of one tensor."""
 

@@ -30,7 +30,7 @@ Range = tuple[int, int]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 Dimension = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 Shape = Annotated[tuple[Dimension, ...], msgspec.Meta(max_length=limits.MAX_DIMENSIONS)]
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=limits.MAX_NAME_CHARACTERS)]
 
 
 class Kind(StrEnum):

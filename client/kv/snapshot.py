@@ -31,8 +31,8 @@ from prefixcached.client.kv.placement import (
     transfers,
     without,
 )
+from prefixcached.protocol import limits
 from prefixcached.protocol.image import Extent, ImageKind, ImageSpec, StateTensor, WindowRows
-from prefixcached.protocol.limits import WINDOW_EXTRA_ROWS
 from prefixcached.protocol.ranges import clip, covers, merge
 from prefixcached.protocol.schema import Kind, Range, Schema, TensorSpec, Window
 
@@ -99,6 +99,7 @@ class Snapshot:
                 ),
                 metadata=json.dumps(metadata, separators=(",", ":")).encode(),
             )
+            _check_size(self.checkpoint)
 
     def __enter__(self) -> Self:
         return self
@@ -174,11 +175,31 @@ class Snapshot:
                     f"{needed}"
                 )
             tail = needed[-1][0] if needed else self.length
-            low = max(0, tail - WINDOW_EXTRA_ROWS)
+            low = max(0, tail - limits.WINDOW_EXTRA_ROWS)
             kept = (*clip(ranges, 0, window.keep), *clip(ranges, low, self.length))
             (phase,) = phases[window] if len(phases[window]) == 1 else (-1,)
             stored.append(WindowRows(merge(kept), phase))
         return tuple(stored), {window: index for index, window in enumerate(held)}
+
+
+def _check_size(spec: ImageSpec) -> None:
+    """Raise UnsupportedCacheError where no message could carry the description of a snapshot."""
+    if len(spec.tensors) > limits.MAX_TENSORS:
+        raise UnsupportedCacheError(
+            f"{len(spec.tensors)} tensors of state and attachments; at most {limits.MAX_TENSORS}"
+        )
+    for tensor in spec.tensors:
+        if len(tensor.shape) > limits.MAX_DIMENSIONS:
+            raise UnsupportedCacheError(
+                f"{tensor.name} has {len(tensor.shape)} dimensions; at most {limits.MAX_DIMENSIONS}"
+            )
+        if len(tensor.name) > limits.MAX_NAME_CHARACTERS:
+            raise UnsupportedCacheError(f"{tensor.name[:80]}... is nested too deep to be named")
+    if len(spec.metadata) > limits.MAX_METADATA_BYTES:
+        raise UnsupportedCacheError(
+            f"metadata of {len(spec.metadata)} bytes; at most {limits.MAX_METADATA_BYTES}: "
+            "store large values as tensors"
+        )
 
 
 def _covered(leaves: Sequence[ReadLeaf], count: int) -> int:

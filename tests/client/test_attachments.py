@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from prefixcached.client import Cache, Hit
+from prefixcached.client import Cache, Hit, Miss
 from prefixcached.client.kv import Attachment
 from tests.support import derived_kv
 from tests.support.daemon_process import DaemonProcess
@@ -105,3 +105,32 @@ def test_attachments_are_charged_and_persisted(process: DaemonProcess, cache: Ca
         result = hit(again, [*PROMPT, 7])
         assert result.tier == "ssd"
         assert same(result.attachments, features(3))
+
+
+@pytest.mark.parametrize(
+    ("attached", "said"),
+    [
+        (Attachment("s/1", {"x": mx.ones((1,) * 9)}), "9 dimensions; at most 8"),
+        (Attachment("s/1", {}, "x" * (5 << 20)), "store large values as tensors"),
+        (Attachment("s/1", {str(n): mx.zeros(1) for n in range(8193)}), "at most 8192"),
+    ],
+    ids=["dimensions", "metadata", "tensors"],
+)
+def test_what_no_message_carries_is_the_callers_mistake(
+    cache: Cache, attached: Attachment, said: str
+) -> None:
+    """A1, C4: it raises and says what fits; the daemon is not asked, so nobody else is put off."""
+    with pytest.raises(ValueError, match=said):
+        cache.put(PROMPT, derived_kv.caches(PROMPT), namespace="n", attachments={"a": attached})
+    assert cache.statistics().failures == {}
+    put(cache, PROMPT)
+    assert hit(cache, [*PROMPT, 7]).length == 400
+
+
+def test_any_minimum_can_be_asked_for(cache: Cache) -> None:
+    """T6: one beyond every prompt makes it usable by none, and breaks nothing."""
+    kv = derived_kv.caches(PROMPT)
+    assert cache.put(PROMPT, kv, namespace="n", minimum_length=1 << 62)
+    missed = cache.take([*PROMPT, 7], namespace="n")
+    assert isinstance(missed, Miss)
+    assert missed.reason == "below-minimum"

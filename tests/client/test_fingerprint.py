@@ -127,7 +127,7 @@ def test_every_parameter_of_an_adapter_counts() -> None:
     adapted.freeze()
     linear_to_lora_layers(adapted, 2, {"rank": 2, "scale": 20.0, "dropout": 0.0})
     found = {fingerprint(adapted)}
-    trained = tree_flatten(adapted.trainable_parameters())
+    trained: Any = tree_flatten(adapted.trainable_parameters())
     assert any("lora_b.2" in name for name, _ in trained)
     for name, value in trained:
         adapted.load_weights([(name, value + 1)], strict=False)
@@ -139,7 +139,7 @@ class Holder(nn.Module):
     """A layer whose numbers lie in containers."""
 
     def __init__(self, held: object) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.held = held
 
 
