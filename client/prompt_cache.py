@@ -30,17 +30,19 @@ class FetchedKv(list[Any]):
 
     def __init__(self, caches: Iterable[Any], taken: Sequence[Hit | Miss]) -> None:
         super().__init__(caches)
-        self._taken = taken
+        # Not the results: a hit holds its caches, which mlx-lm replaces here when it quantises.
+        self._claims = [result.claim for result in taken if result.claim is not None]
+        self._misses = tuple(result.reason for result in taken if isinstance(result, Miss))
 
     @property
     def misses(self) -> tuple[str, ...]:
         """Why there is nothing, for each namespace that was asked and had nothing (rule T9)."""
-        return tuple(result.reason for result in self._taken if isinstance(result, Miss))
+        return self._misses
 
     def drop_claim(self) -> None:
         """Say that the rest of the prompt will not be computed here after all."""
-        for result in self._taken:
-            result.drop_claim()
+        for claim in self._claims:
+            claim.end()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return list, (list(self),)

@@ -1,13 +1,16 @@
 """`PromptCache`: one model's namespaces, with a real daemon (rules N2 to N4)."""
 
 import copy
+import gc
 import logging
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
 from prefixcached.client import Cache, Declined, connect
@@ -100,6 +103,24 @@ def test_quantised_and_plain_kv_of_one_prompt(cache: Cache) -> None:
         build("llama"), cache=cache, kv_bits=8, kv_group_size=32, quantized_kv_start=120
     )
     assert others.fetch(TOKENS)[1] == 80
+
+
+def test_what_mlx_lm_replaces_is_not_kept(cache: Cache) -> None:
+    """Quantising replaces the caches of the list: the plain ones leave memory with it."""
+    shared = PromptCache(
+        build("llama"), cache=cache, kv_bits=8, kv_group_size=32, quantized_kv_start=100
+    )
+    kv, _ = shared.fetch(TOKENS)
+    prefill(shared.model, kv, TOKENS[:80])
+    assert shared.store(TOKENS[:80], kv)
+    kv, reused = shared.fetch(TOKENS[:120])
+    assert reused == 80
+    plain = [weakref.ref(entry) for entry in kv]
+    prefill(shared.model, kv, TOKENS[80:120])
+    maybe_quantize_kv_cache(kv, 100, 32, 8)
+    assert isinstance(kv[0], QuantizedKVCache)
+    gc.collect()
+    assert [one() for one in plain] == [None] * len(plain)
 
 
 def test_a_claim_lives_as_long_as_the_caches(cache: Cache) -> None:
