@@ -17,6 +17,7 @@ from mlx_lm.generate import GenerationResponse, generation_stream, maybe_quantiz
 from mlx_lm.generate import stream_generate as plain_stream_generate
 from mlx_lm.models.cache import CacheList
 
+from prefixcached.client.arguments import LONGEST_SECONDS
 from prefixcached.client.prompt_cache import FetchedKv, PromptCache
 
 PREFILL_STEP_SIZE: Final = 2048
@@ -71,8 +72,9 @@ class Side:
                 self.done = stop
 
     def note_prefill(self, tokens: int, seconds: float) -> None:
-        """Tell how long computing ``tokens`` took."""
-        self._shared.note_prefill(tokens, seconds)
+        """Tell how long computing ``tokens`` took, unless the process slept through it."""
+        if seconds <= LONGEST_SECONDS:
+            self._shared.note_prefill(tokens, seconds)
 
     def store(self, tokens: list[int], session: str | None) -> None:
         """Share what is new of the KV of ``tokens``; trouble costs a log line, not the answer."""

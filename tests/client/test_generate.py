@@ -1,8 +1,11 @@
 """`generate` and `stream_generate`: mlx-lm's answers, with KV from a real daemon (DESIGN 6)."""
 
+import itertools
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -11,7 +14,7 @@ import pytest
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from prefixcached.client import Cache, connect
+from prefixcached.client import Cache, connect, generation
 from prefixcached.client.mlx_lm import generate, stream_generate
 from prefixcached.client.prompt_cache import PromptCache
 from tests.client.kv.loopback import build, prefill
@@ -176,6 +179,22 @@ def test_without_a_daemon(tmp_path: Path) -> None:
     """C4: with no daemon, generation is plain mlx-lm's."""
     session = Session("llama")
     expected = session.plain(session.prompt, max_tokens=5)
+    with connect(tmp_path / "nobody") as nobody:
+        assert session.shared(session.prompt, max_tokens=5, cache=nobody) == (expected, 0)
+
+
+def test_a_process_that_sleeps_for_days_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C4: however long a prefill seems to have taken, it is no reason to end a generation."""
+    session = Session("llama")
+    expected = session.plain(session.prompt, max_tokens=5)
+    days = itertools.count(0, 90_000)
+    monkeypatch.setattr(
+        generation,
+        "time",
+        SimpleNamespace(perf_counter=lambda: float(next(days)), monotonic=time.monotonic),
+    )
     with connect(tmp_path / "nobody") as nobody:
         assert session.shared(session.prompt, max_tokens=5, cache=nobody) == (expected, 0)
 
