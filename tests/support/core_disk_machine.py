@@ -122,6 +122,9 @@ class DiskMachine(ClientMachine):
     def has_losses(self) -> bool:
         return bool(self.losses()) or self.has_lost_ever
 
+    def has_damage(self) -> bool:
+        return self.has_lost_ever
+
     def losses(self) -> int:
         counters = self.core.index.counters
         return counters["ssd_evictions"] + counters["evictions"]

@@ -78,6 +78,17 @@ class Granted:
 
 
 @dataclass(slots=True, eq=False)
+class Held:
+    """A pin, and the prompt whose first ``length`` tokens stay for it; 0 once they were cleared."""
+
+    session: int
+    number: int
+    namespace: str
+    tokens: Tokens
+    length: int
+
+
+@dataclass(slots=True, eq=False)
 class Lent:
     """A lease and what it must go on showing."""
 
@@ -133,7 +144,7 @@ class ClientMachine(RuleBasedStateMachine):
         self.promised: dict[str, set[Tokens]] = {name: set() for name in self.namespaces}
         self.granted: list[Granted] = []
         self.lent: list[Lent] = []
-        self.pins: list[tuple[int, int]] = []
+        self.pins: list[Held] = []
         self.pending: list[Pending] = []
         self.versions = count(1)
         self.started()
@@ -270,8 +281,8 @@ class ClientMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pins)
     @rule(which=st.integers(0, 20))
     def unpin(self, which: int) -> None:
-        session, pin = self.pins.pop(which % len(self.pins))
-        self.core.send_one_way(session, wire.Unpin(pin))
+        held = self.pins.pop(which % len(self.pins))
+        self.core.send_one_way(held.session, wire.Unpin(held.number))
         self.collect()
 
     @rule(session=SESSIONS, really=st.integers(0, 2))
@@ -282,7 +293,7 @@ class ClientMachine(RuleBasedStateMachine):
     def die(self, session: int) -> None:
         self.core.gone(session)
         self.lent = [lent for lent in self.lent if lent.session != session]
-        self.pins = [pin for pin in self.pins if pin[0] != session]
+        self.pins = [held for held in self.pins if held.session != session]
         self.pending = [p for p in self.pending if p.session != session]
         # What was committed is published all the same.
         self.granted = [g for g in self.granted if g.session != session or g.committing is not None]
@@ -297,6 +308,8 @@ class ClientMachine(RuleBasedStateMachine):
         for namespace in self.namespaces if name is None else [name]:
             self.visible[namespace].clear()
             self.promised[namespace].clear()
+            for held in self.pins:
+                held.length *= held.namespace != namespace
             # An offer that waited may have been granted at once: that put is of the new epoch.
             left = [e for e in self.core.index.entries.values() if e.namespace.name == namespace]
             assert not left
@@ -335,8 +348,9 @@ class ClientMachine(RuleBasedStateMachine):
                     self.fill(pending, grant)
                 case wire.Hit() as hit:
                     self.hit(pending, hit)
-                case wire.Pinned(pin=pin) if pin is not None:
-                    self.pins.append((pending.session, pin))
+                case wire.Pinned(pin=pin, length=length) if pin is not None:
+                    namespace = pending.request.namespace
+                    self.pins.append(Held(pending.session, pin, namespace, pending.tokens, length))
                 case wire.Stored(new_bytes=new_bytes, length=length):
                     assert new_bytes == 0
                     assert length == len(pending.tokens)
@@ -412,6 +426,20 @@ class ClientMachine(RuleBasedStateMachine):
         if hasattr(self, "core"):
             check_core(self.core)
             self.core.check_no_livelock()
+
+    @invariant()
+    def pinned_stays(self) -> None:
+        """F1: what a pin promised is there for its prompt, whatever came in its place."""
+        if hasattr(self, "core") and not self.has_damage():
+            for held in self.pins:
+                found = longest_by_definition(
+                    self.core, held.namespace, held.tokens, len(held.tokens) - 1
+                )
+                assert found >= held.length
+
+    def has_damage(self) -> bool:
+        """Whether a file was ever lost or damaged."""
+        return False
 
     def quiet(self) -> None:
         """Everybody leaves, and what is under way ends."""
