@@ -4,14 +4,16 @@ Read from the live model, never from files: weights that were edited in memory a
 of the same weights elsewhere agrees. Names, paths, times and the tokenizer have no part in it.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
 import inspect
 import json
-import sys
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any, Final
 
 import mlx.core as mx
@@ -22,6 +24,7 @@ FORMAT_VERSION: Final = 1
 """Counts up whenever the bytes of an image mean something else than before."""
 
 _DIGEST_BYTES: Final = 20
+_MLX: Final = str(Path(nn.__file__).parents[1])
 _READABLE_SALT: Final = 64
 """Characters of a salt that a namespace shows; all of it is in the digest."""
 
@@ -49,7 +52,7 @@ def namespace(model_fingerprint: str, kv_format: str, salt: str = "") -> str:
 def fingerprint(model: nn.Module) -> str:
     """Return a digest of everything in ``model`` that its KV depends on.
 
-    That is: every parameter, seen as integers and summed along two axes; the plain attributes and
+    That is: every array, seen as integers and summed along two axes; the plain attributes and
     arguments of each layer (an adapter's scale, for one) and of the model; the source of their
     classes, which may come from the model's own folder; the version of mlx-lm. Takes one pass over
     the weights at about memory speed.
@@ -58,13 +61,14 @@ def fingerprint(model: nn.Module) -> str:
     _add(digest, importlib.metadata.version("mlx-lm").encode())
     _add(digest, _plain(getattr(model, "args", None)).encode())
     modules = sorted(model.named_modules(), key=lambda item: item[0])
-    for source in sorted({_source(cls) for cls in {type(module) for _, module in modules}}):
+    sources = _Sources({type(module) for _, module in modules})
+    for source in sources:
         _add(digest, source.encode())
     told: dict[int, str] = {}
     sums: list[mx.array] = []
     for name, module in modules:
         _add(digest, f"{name}={type(module).__module__}.{type(module).__qualname__}".encode())
-        for key, value in _leaves({**vars(module), **module}):
+        for key, value in _leaves(module, sources.filled_later(type(module))):
             if isinstance(value, mx.array):
                 _add(digest, f"{key}:{value.dtype}{value.shape}".encode())
                 sums += _sums(value)
@@ -102,15 +106,17 @@ def _add(digest: Any, part: bytes) -> None:
     digest.update(part)
 
 
-def _leaves(attributes: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of a layer, those within lists and dicts one by one.
+def _leaves(module: nn.Module, derived: set[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of a layer but for ``derived``, those within lists and dicts one by one.
 
     Layers keep parameters in lists too, such as an adapter's for several outputs. A layer within
     is yielded as a whole: it comes by itself, as a module.
     """
-    for name, value in sorted(attributes.items()):
-        # What begins with an underscore is derived from the rest, some of it at first use.
-        if not name.startswith("_"):
+    ignored = {"_no_grad", "_training", *derived}
+    if isinstance(module, nn.Dropout | nn.Dropout2d | nn.Dropout3d) and module._p_1 < 1:
+        ignored.discard("_training")  # the only layers that then compute something else
+    for name, value in sorted({**vars(module), **module}.items()):
+        if name not in ignored:
             yield from _parts(name, value)
 
 
@@ -154,25 +160,65 @@ def _plain(args: Any) -> str:
     return json.dumps(args, sort_keys=True, default=repr)
 
 
-def _source(cls: type) -> str:
-    """Return the source of the file that defines ``cls``, else of the class, else nothing.
+class _Sources:
+    """What defines the classes of one model. Files are read once for it, and never remembered.
 
-    The file is asked from the class's own code: mlx-lm loads a model's own folder as a module that
-    nothing else can find by its name.
+    Asked of the methods that a class has now: one may have been replaced from another file, and
+    mlx-lm loads a model's own folder as a module that nothing else can find by its name.
     """
-    if cls.__module__.startswith("mlx.nn"):
-        return ""
-    for function in vars(cls).values():
-        code = getattr(function, "__code__", None)
-        try:
-            if code is not None:
-                return Path(code.co_filename).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
-            continue
-    for item in (sys.modules.get(cls.__module__), cls):
-        try:
-            if item is not None:
-                return inspect.getsource(item)
-        except (OSError, TypeError):
-            continue
-    return ""
+
+    def __init__(self, classes: Iterable[type]) -> None:
+        self._texts: dict[str, str | None] = {}
+        self._of = {cls: self._defining(cls) for cls in classes}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(set().union(*self._of.values())))
+
+    def filled_later(self, cls: type) -> set[str]:
+        """Return what a layer computes from the rest at its first use; until then it is None."""
+        return set(re.findall(r"self\.(_\w+) = None", "\n".join(self._of[cls])))
+
+    def _defining(self, cls: type) -> set[str]:
+        """Return what defines ``cls`` and all that it inherits, but for what is MLX's own."""
+        found = set()
+        for base in cls.__mro__:
+            for value in vars(base).values():
+                function = inspect.unwrap(getattr(value, "__func__", getattr(value, "fget", value)))
+                if not isinstance(function, FunctionType):
+                    continue
+                if not function.__code__.co_filename.startswith(_MLX):
+                    found.add(self._text(function.__code__))
+                    found |= _enclosed(function)
+        return found
+
+    def _text(self, code: CodeType) -> str:
+        """Return the file that ``code`` stands in, or the code itself where there is none."""
+        file = code.co_filename
+        if file not in self._texts:
+            try:
+                self._texts[file] = Path(file).read_text(encoding="utf-8")
+            except (OSError, ValueError):  # a notebook, `python -c`, another encoding
+                self._texts[file] = None
+        text = self._texts[file]
+        return _instructions(code) if text is None else text
+
+
+def _enclosed(function: FunctionType) -> set[str]:
+    """Return the plain values that a function closes over: one file may make many of its kind."""
+    found = set()
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # empty still
+            if _is_plain(cell.cell_contents):
+                found.add(f"{function.__qualname__}.{name}={cell.cell_contents!r}")
+    return found
+
+
+def _instructions(code: CodeType) -> str:
+    """Return instructions, names and constants; the order of a set's text differs by process."""
+    constants = [
+        _instructions(one) if isinstance(one, CodeType)
+        else sorted(map(repr, one)) if isinstance(one, frozenset)
+        else one
+        for one in code.co_consts
+    ]  # fmt: skip
+    return repr((code.co_code, code.co_names, constants))

@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import afm7, llama
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.rope_utils import initialize_rope
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from prefixcached.client.fingerprint import fingerprint, is_distributed, namespace, namespace_for
 from prefixcached.protocol.limits import MAX_NAMESPACE_BYTES
+from tests.support import architectures
 
 ARGS = llama.ModelArgs(
     model_type="llama",
@@ -174,6 +177,82 @@ def test_class_counts() -> None:
     changed = model()
     changed.__class__ = Model
     assert fingerprint(changed) != fingerprint(model())
+
+
+def _rope(factor: float) -> Callable[[Any], None]:
+    def replace(m: Any) -> None:
+        scaling = {
+            "rope_type": "llama3", "factor": factor, "original_max_position_embeddings": 64,
+        }  # fmt: skip
+        for layer in m.layers:
+            layer.self_attn.rope = initialize_rope(16, 10000.0, False, scaling, 4096)
+
+    return replace
+
+
+def test_derived_attributes_count() -> None:
+    """N3: a layer that was replaced in memory may differ in what it derived alone."""
+    assert edited(_rope(2.0)) != edited(_rope(8.0)) == edited(_rope(8.0))
+
+
+def test_training_counts_where_it_computes_something_else() -> None:
+    """N2: with an adapter's dropout the KV of a model in training is another."""
+
+    def adapted(*, trains: bool, dropout: float) -> Callable[[Any], None]:
+        def adapt(m: Any) -> None:
+            mx.random.seed(5)
+            linear_to_lora_layers(m, 2, {"rank": 2, "scale": 10.0, "dropout": dropout})
+            m.train(trains)
+
+        return adapt
+
+    assert edited(adapted(trains=True, dropout=0.5)) != edited(adapted(trains=False, dropout=0.5))
+    assert edited(adapted(trains=True, dropout=0.0)) == edited(adapted(trains=False, dropout=0.0))
+
+
+def _scaled(factor: float) -> Any:
+    """A way to call attention, as somebody would replace it."""
+    original = llama.Attention.__call__
+
+    def scaled(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> Any:
+        return original(self, x * factor, mask, cache)
+
+    return scaled
+
+
+def test_a_method_that_was_replaced_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """N2: from whatever file, and with what it closes over."""
+    found = {fingerprint(model())}
+    for factor in (0.5, 2.0):
+        monkeypatch.setattr(llama.Attention, "__call__", _scaled(factor))
+        found.add(fingerprint(model()))
+        monkeypatch.undo()
+    monkeypatch.setattr(nn.RMSNorm, "__call__", lambda self, x: x)
+    found.add(fingerprint(model()))
+    assert len(found) == 4
+
+
+@pytest.mark.parametrize("base", ["llama.Model", "nn.Module"])
+def test_a_class_without_a_file_counts_by_its_code(base: str) -> None:
+    """N2: as notebooks and `python -c` define them; the same code is the same model anywhere."""
+
+    def defined(factor: float) -> str:
+        names: dict[str, Any] = {"llama": llama, "nn": nn}
+        exec(f"class Model({base}):\n def f(self, x): return x * {factor} in {{1, 2, 3}}", names)
+        changed = model()
+        changed.__class__ = names["Model"]
+        return fingerprint(changed)
+
+    assert defined(1.0) != defined(2.0) == defined(2.0)
+
+
+@pytest.mark.parametrize("name", ["plamo3", "gpt_oss", "qwen3_next"])
+def test_use_changes_nothing(name: str) -> None:
+    """N2: what layers compute at their first use is no part of it, nor is that they were used."""
+    used = architectures.build(name)
+    before = fingerprint(used)
+    mx.eval(used(mx.array([[1, 2, 3]]), cache=make_prompt_cache(used)))
+    assert fingerprint(used) == before
 
 
 def test_namespaces() -> None:
