@@ -136,7 +136,7 @@ class FileSystem:
         """Status of an open file or directory."""
         return os.fstat(descriptor)
 
-    def status_of(self, name: str, within: int) -> os.stat_result:
+    def status_of(self, name: str, within: int | None = None) -> os.stat_result:
         """Status of a name, of the link itself where it is one."""
         return os.stat(name, dir_fd=within, follow_symlinks=False)
 

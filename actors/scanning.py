@@ -88,8 +88,10 @@ class Scan:
         """Yield all entries in batches. Never raises for what is wrong with one file.
 
         Raises:
-            OSError: The directory itself cannot be listed.
+            OSError: The directory itself cannot be listed, or its lock is not held: what another
+                daemon writes would be removed as a leftover.
         """
+        self._directory.require_lock()
         with self._directory.opened(SEGMENTS) as segments:
             for name in self._system.names(segments):
                 if name == NO_INDEX_NAME:

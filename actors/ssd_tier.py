@@ -19,6 +19,7 @@ from prefixcached.actors.scanning import ScanBatch
 from prefixcached.actors.ssd_settings import COUNTERS, SsdTierConfig, SsdTierStatistics
 from prefixcached.actors.storage_format import DATA_ALIGNMENT
 from prefixcached.actors.store import Store
+from prefixcached.actors.store_directory import StoreUnusableError
 from prefixcached.actors.write_policy import BackOff, WriteMeter, WriteQueue
 from prefixcached.protocol.actor_messages import (
     ActorMessage,
@@ -300,6 +301,9 @@ class SsdTier:
             _log.warning("file-not-deleted", file=message.path, error=str(error))
             self._failed_deletes.append(message)
             self._delete_at = self._delete_back_off.failed(trio.current_time())
+            if isinstance(error, StoreUnusableError) and not self._failure:
+                # Every other step would fail as well, and a write may wait for this room.
+                await self._fail(error)
             return
         self._delete_back_off.succeeded()
         self._counters["deletions"] += 1

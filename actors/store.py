@@ -106,6 +106,15 @@ class Store:
             self.has_lost_files = True
         self._was_prepared = True
 
+    def _hold(self) -> None:
+        """Have the lock before anything is changed, as `prepare` where it is not held (rule D9).
+
+        A daemon that was refused it must not touch another's files, and neither must one whose
+        directory was moved or deleted and is another's by now.
+        """
+        if not self.directory.holds_lock():
+            self.prepare()
+
     def _prepare(self) -> tuple[str, ...]:
         created = self.directory.prepare()
         for part in created:
@@ -117,11 +126,12 @@ class Store:
         self.directory.close()
 
     def scan(self) -> Scan:
-        """Return one pass over all files. Finish it before the first write."""
+        """Return one pass over all files, which needs the lock. Finish it before any write."""
         return Scan(self.directory, self.reader, self._waste)
 
     def quarantine(self, entry: FileEntry, reason: str) -> None:
-        """Move the file of ``entry`` aside; errors as `Waste.quarantine`."""
+        """Move the file of ``entry`` aside; errors as `Waste.quarantine`, and without the lock."""
+        self.directory.require_lock()  # Only the writer's thread may take it.
         directory, name = split_path(entry.path)
         self._waste.quarantine(directory, name, reason)
 
@@ -148,8 +158,8 @@ class Store:
         Raises:
             SchemaError: The description contradicts the schema.
             ValueError: Memory or tokens do not have the size that the description says.
-            OSError: The disk. Under the final name stands nothing, or the whole file where only the
-                last step failed.
+            OSError: The disk, or the lock as by `prepare`. Under the final name stands nothing, or
+                the whole file where only the last step failed.
         """
         model = decode_schema(schema) if schema else None
         header = msgspec.structs.replace(
@@ -166,6 +176,7 @@ class Store:
             self.reader.remember_schema(header.schema_digest, model)
         self._reached(CrashPoint.BEFORE_CREATE)
         try:
+            self._hold()
             return self._write(header, image_layout, tokens, schema, image, drain=drain)
         except FileNotFoundError:
             self.prepare()
@@ -291,6 +302,7 @@ class Store:
 
     def delete(self, path: str) -> None:
         """Delete an entry's file. One that is gone already is deleted."""
+        self._hold()
         directory, name = split_path(path)
         self._reached(CrashPoint.BEFORE_DELETE)
         with (
@@ -302,6 +314,7 @@ class Store:
 
     def clear(self, namespace: str | None) -> None:
         """Put a namespace's files, or all files, out of reach for good with one rename (D11)."""
+        self._hold()
         target = secrets.token_hex(16)
         try:
             self._move_to_trash(namespace, target)
@@ -329,11 +342,15 @@ class Store:
 
     def empty_trash(self, most_files: int) -> tuple[int, bool]:
         """Delete some of what was cleared; see `Waste.empty_trash`."""
+        self._hold()
         return self._waste.empty_trash(most_files)
 
     def drop_others(self, wanted_bytes: int) -> int:
-        """Delete what is no entry until so much is free; see `Waste.drop_foreign`."""
-        return self._waste.drop_foreign(wanted_bytes)
+        """Delete what is no entry until so much is free; see `Waste.drop_foreign`. Never raises."""
+        with contextlib.suppress(OSError):
+            self._hold()
+            return self._waste.drop_foreign(wanted_bytes)
+        return 0
 
     # -- the daily write meter ---------------------------------------------------------------------
 
@@ -354,6 +371,7 @@ class Store:
 
     def save_meter(self, data: bytes) -> None:
         """Store the write meter. It survives a crash of the daemon; a power loss may lose hours."""
+        self._hold()
         with self.directory.opened() as root:
             temporary = temporary_name()
             descriptor = self.filesystem.create_file(temporary, root)

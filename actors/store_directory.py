@@ -38,7 +38,11 @@ TEMPORARY_PREFIX: Final = "tmp-"
 _NAMESPACE_DIRECTORY: Final = re.compile(r"[0-9a-f]{32}")
 
 
-class StoreInUseError(OSError):
+class StoreUnusableError(OSError):
+    """What stands at the path now is not this daemon's to change."""
+
+
+class StoreInUseError(StoreUnusableError):
     """Another daemon uses the directory."""
 
 
@@ -82,6 +86,29 @@ class Directory:
             if created:
                 system.barrier_directory(root)
         return tuple(created)
+
+    def holds_lock(self) -> bool:
+        """Whether the lock that is held is that of the directory which is at the path now.
+
+        It is another's where the directory was moved or deleted and another daemon made it again.
+        Any thread may ask.
+        """
+        lock = self._lock
+        if lock < 0:
+            return False
+        try:
+            found = self.filesystem.status_of(os.path.join(self.path, LOCK_NAME))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        mine = self.filesystem.status(lock)
+        return (mine.st_dev, mine.st_ino) == (found.st_dev, found.st_ino)
+
+    def require_lock(self) -> None:
+        """Raise StoreUnusableError unless `holds_lock`."""
+        if not self.holds_lock():
+            raise StoreUnusableError(
+                errno.ENOLCK, "the lock of the state directory is not held", self.path
+            )
 
     def close(self) -> None:
         """Give up the lock. The store must not be used any more."""
@@ -141,12 +168,8 @@ class Directory:
 
     def _take_lock(self, root: int) -> None:
         """Lock the file that has the lock's name now: an earlier one may have been deleted."""
-        with contextlib.suppress(FileNotFoundError):
-            found = self.filesystem.status_of(LOCK_NAME, root)
-            if self._lock >= 0:
-                mine = self.filesystem.status(self._lock)
-                if (mine.st_dev, mine.st_ino) == (found.st_dev, found.st_ino):
-                    return
+        if self.holds_lock():
+            return
         try:
             lock = self.filesystem.lock_file(LOCK_NAME, root)
         except BlockingIOError as error:

@@ -94,6 +94,7 @@ async def running(
     path: Path, system: FileSystem | None = None, config: PrefetcherConfig | None = None
 ) -> AsyncIterator[Desk]:
     store = Store(path, system or QuickFs(), min_free_bytes=0)
+    store.prepare()
     outbox, inbox = trio.open_memory_channel[Envelope](1000)
     desk: Desk
     prefetcher = Prefetcher(
@@ -113,6 +114,7 @@ async def running(
         outbox.close()
         inbox.close()
         prefetcher.mailbox.close()
+        store.close()
 
 
 def stored(path: Path, *samples: Sample) -> list[FileEntry]:
@@ -342,8 +344,9 @@ async def test_a_transient_error_leaves_the_file(tmp_path: Path, error: int) -> 
     whole = path_of(tmp_path, entry).read_bytes()
     failures = fail_at = 0
     for fail_at in range(1, 40):
-        system = FaultyFs(fail_at, error)
+        system = FaultyFs(0, error)
         async with running(tmp_path, system) as desk:
+            system.fail_at = system.calls + fail_at
             outcome, file = await desk.read(1, entry)
             if file is None:
                 failures += 1

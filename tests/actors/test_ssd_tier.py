@@ -41,7 +41,7 @@ from prefixcached.protocol.actor_messages import (
     Written,
 )
 from tests.support.filesystems import FaultyFs, FullFs, QuickFs
-from tests.support.store_samples import Sample, checkpoint, every_kind, segment
+from tests.support.store_samples import Sample, checkpoint, every_kind, segment, write
 
 QUICK = SsdTierConfig(retry_first_seconds=0.01, retry_most_seconds=0.02)
 Message = TypeVar("Message", bound=ActorMessage)
@@ -265,6 +265,7 @@ async def test_shutdown_writes_what_is_queued(tmp_path: Path) -> None:
         await desk.tier.mailbox.aclose()
         assert [(await desk.hear(Written)).entry is not None for _ in range(3)] == [True] * 3
     store = Store(tmp_path / "state")
+    store.prepare()
     assert sum(len(batch.entries) for batch in store.scan()) == 3
 
 
@@ -282,8 +283,8 @@ async def test_it_survives_the_end_of_ram_tier(tmp_path: Path) -> None:
         await tier.mailbox.aclose()
     outbox.close()
     image.free()
+    assert sum(len(batch.entries) for batch in store.scan()) == 1
     store.close()
-    assert sum(len(batch.entries) for batch in Store(tmp_path / "state").scan()) == 1
 
 
 async def test_an_image_that_cannot_be_described_fails_alone(tmp_path: Path) -> None:
@@ -410,6 +411,35 @@ async def test_a_clear_that_fails_happens_before_the_next_write(tmp_path: Path) 
         assert (await desk.hear(NamespaceCleared)).error == ""
         assert not file_of(desk, entry).exists()
         await desk.written(segment(seed=3))
+
+
+async def test_a_clear_that_the_lock_forbids_is_done_once_it_is_held(tmp_path: Path) -> None:
+    """D9, D11: a daemon that is refused the directory clears nothing, says so, and remembers."""
+    owner = Store(tmp_path / "state", QuickFs(), min_free_bytes=0)
+    owner.prepare()
+    entry = write(owner, segment())
+    async with running(tmp_path / "state") as desk:
+        await desk.tell(ClearNamespace("demo", 1))
+        assert "another prefixcached daemon" in (await desk.hear(NamespaceCleared)).error
+        assert file_of(desk, entry).exists()
+        owner.close()
+        assert (await desk.hear(NamespaceCleared)).error == ""
+        assert not file_of(desk, entry).exists()
+
+
+async def test_a_deletion_that_the_lock_forbids_shows_that_the_disk_fails(tmp_path: Path) -> None:
+    """D5, D7: a daemon that lost its directory, and would wait for its room, goes on with RAM."""
+    async with running(tmp_path / "state") as desk:
+        entry = await desk.written(segment())
+        (tmp_path / "state").rename(tmp_path / "moved")
+        owner = Store(tmp_path / "state", QuickFs(), min_free_bytes=0)
+        owner.prepare()
+        await desk.tell(DeleteFile(entry.header.id, entry.path, entry.allocated_bytes))
+        while (await desk.hear(DiskChanged)).healthy:
+            pass
+        assert not desk.heard_of(Deleted)
+        owner.close()
+        assert (await desk.hear(Deleted)).id == entry.header.id
 
 
 # -- the index at start ----------------------------------------------------------------------------

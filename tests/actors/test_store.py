@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -32,13 +32,14 @@ from prefixcached.actors.store_directory import (
     SEGMENTS,
     TRASH,
     StoreInUseError,
+    StoreUnusableError,
     split_path,
 )
 from prefixcached.actors.waste import QuarantineLimits
 from prefixcached.protocol.actor_messages import FileEntry
 from prefixcached.protocol.errors import SchemaError
 from prefixcached.protocol.image import layout
-from tests.support.filesystems import CountingFs, FullFs
+from tests.support.filesystems import CountingFs, FullFs, QuickFs
 from tests.support.store_samples import (
     Sample,
     checkpoint,
@@ -556,6 +557,57 @@ def test_two_daemons_cannot_use_one_directory(store: Store) -> None:
     store.close()
     second.prepare()
     second.close()
+
+
+CHANGES: dict[str, Callable[[Store, FileEntry], object]] = {
+    "write": lambda store, _: write(store, segment(seed=1)),
+    "delete": lambda store, entry: store.delete(entry.path),
+    "clear": lambda store, _: store.clear("demo"),
+    "clear all": lambda store, _: store.clear(None),
+    "trash": lambda store, _: store.empty_trash(100),
+    "quarantine": lambda store, entry: store.quarantine(entry, "test"),
+    "meter": lambda store, _: store.save_meter(b"{}"),
+    "probe": lambda store, _: store.probe(1),
+    "scan": lambda store, _: list(store.scan()),
+}
+"""Whatever changes files, the scan included: it removes what it takes for leftovers."""
+
+
+@pytest.mark.parametrize("had_it", [False, True], ids=["refused", "moved away"])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_nothing_is_changed_without_the_lock(
+    tmp_path: Path, change: Callable[[Store, FileEntry], object], *, had_it: bool
+) -> None:
+    """D9, D11: a directory that another daemon holds stays as it is, and the caller is told."""
+    path = tmp_path / "state"
+    other = Store(path, QuickFs(), min_free_bytes=0)
+    if had_it:
+        other.prepare()
+        path.rename(tmp_path / "moved")
+    owner = Store(path, QuickFs(), min_free_bytes=0)
+    owner.prepare()
+    gone = write(owner, segment(namespace="gone"))
+    owner.clear("gone")
+    entry = write(owner, segment())
+    path_of(owner, entry).with_name("tmp-unfinished").touch()
+    before = files_below(path)
+    with pytest.raises(StoreUnusableError):
+        change(other, entry)
+    assert other.drop_others(1 << 40) == 0
+    assert files_below(path) == before
+    assert gone.header.id in str(before)
+    other.close()
+    owner.close()
+
+
+def test_a_lock_that_was_deleted_is_taken_anew_before_a_change(store: Store) -> None:
+    """D7, D9: no daemon can have come in between when the change happens."""
+    entry = write(store, segment())
+    Path(store.directory.path, "lock").unlink()
+    store.delete(entry.path)
+    assert not path_of(store, entry).exists()
+    with pytest.raises(StoreInUseError):
+        Store(store.directory.path).prepare()
 
 
 def test_directories_that_others_can_write_to_are_refused(tmp_path: Path) -> None:

@@ -140,8 +140,10 @@ def test_a_scan_over_the_cap_drops_no_good_file(scratch: Path, error: int) -> No
     for fail_at in itertools.count(1):
         path = scratch / str(fail_at)
         shutil.copytree(scratch / "template", path)
-        system = FaultyFs(fail_at, error, persistent=True)
+        system = FaultyFs(0, error)
         store = Store(path, system, min_free_bytes=0)
+        store.prepare()
+        system.fail_at, system.persistent = system.calls + fail_at, True
         with contextlib.suppress(OSError):
             list(store.scan())
         failed = bool(system.failed)
@@ -166,12 +168,16 @@ def test_a_file_that_fails_twice_stays_and_counts(scratch: Path) -> None:
 
     entries = template(scratch / "state")
     store = Store(scratch / "state", UnreadableFs(1, errno.EACCES, persistent=True))
+    store.prepare()
     scan = store.scan()
     assert list(scan) == []
     assert scan.unreadable == len(entries)
     assert store.other_bytes >= sum(e.allocated_bytes for e in entries.values())
-    again = Store(scratch / "state").scan()
-    assert sum(len(batch.entries) for batch in again) == len(entries)
+    store.close()
+    again = Store(scratch / "state")
+    again.prepare()
+    assert sum(len(batch.entries) for batch in again.scan()) == len(entries)
+    again.close()
 
 
 def test_a_momentary_failure_costs_no_entry(scratch: Path) -> None:
@@ -185,4 +191,6 @@ def test_a_momentary_failure_costs_no_entry(scratch: Path) -> None:
     entries = template(scratch / "state")
     schemas = 3
     store = Store(scratch / "state", OnceFs(schemas + 2, errno.EMFILE))
+    store.prepare()
     assert sum(len(batch.entries) for batch in store.scan()) == len(entries)
+    store.close()
