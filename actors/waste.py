@@ -49,7 +49,7 @@ class Waste:
         self._files: dict[str, int] = {}
         self._files_bytes = 0
         self._foreign: dict[str, None] = {}
-        self._freed_unreported = 0
+        self._stuck: dict[str, OSError] = {}
         self.foreign_bytes = 0
         self.quarantine_bytes = 0
         self.quarantined_files = 0
@@ -126,15 +126,21 @@ class Waste:
             names = sorted(n for n in self._system.names(quarantine) if n != NO_INDEX_NAME)
             sizes = {name: self.tree_bytes(name, quarantine) for name in names}
             total = sum(sizes.values())
-            for position, name in enumerate(names):
-                if len(names) - position <= self._quarantine_limits.files and total <= bound:
+            left = len(names)
+            for name in names:
+                if left <= self._quarantine_limits.files and total <= bound:
                     break
-                with contextlib.suppress(FileNotFoundError):
-                    self._remove_tree(name, quarantine, QUARANTINE, _Allowance(None))
-                total -= sizes[name]
-                freed += sizes[name]
-                self.dropped_files += 1
-                _log.warning("quarantine-dropped", file=name, bytes=sizes[name])
+                removal = _Removal()
+                if self._remove_tree(name, quarantine, QUARANTINE, removal):
+                    nbytes = sizes[name]
+                    left -= 1
+                    self.dropped_files += 1
+                    _log.warning("quarantine-dropped", file=name, bytes=nbytes)
+                else:
+                    nbytes = sizes[name] - self.tree_bytes(name, quarantine)
+                    _log.warning("quarantined-file-stays", file=name, error=removal.first_error)
+                total -= nbytes
+                freed += nbytes
         self.quarantine_bytes = total
         return freed
 
@@ -151,9 +157,15 @@ class Waste:
                 return freed
             nbytes = self._files[path]
             *above, name = path.split("/")
+            removal = _Removal()
             try:
                 with self._directory.opened(*above) as within:
-                    self._remove_tree(name, within, "/".join(above), _Allowance(None))
+                    if not self._remove_tree(name, within, "/".join(above), removal):
+                        left = self.tree_bytes(name, within)
+                        self.add(path, left, foreign=True)
+                        freed += nbytes - left
+                        _log.warning("foreign-file-stays", file=path, error=removal.first_error)
+                        continue
             except FileNotFoundError:
                 self.remove(path)
             except OSError as error:
@@ -181,22 +193,25 @@ class Waste:
     def empty_trash(self, most_files: int) -> tuple[int, bool]:
         """Delete up to ``most_files`` files of the trash.
 
+        What cannot be deleted is passed over until nothing else is left.
+
         Returns the bytes of former entries that became free, and whether the trash is empty.
 
         Raises:
-            OSError: Something cannot be deleted now. What was deleted before is counted next time.
+            OSError: Nothing was left but what cannot be deleted now; the next call tries it again.
         """
-        allowance = _Allowance(most_files)
-        done = False
-        try:
-            with self._directory.opened(TRASH) as trash:
-                names = [name for name in self._system.names(trash) if name != NO_INDEX_NAME]
-                done = all(self._remove_tree(name, trash, TRASH, allowance) for name in names)
-        except OSError:
-            self._freed_unreported += allowance.entry_bytes
-            raise
-        freed, self._freed_unreported = self._freed_unreported + allowance.entry_bytes, 0
-        return freed, done
+        removal = _Removal(most_files, self._stuck)
+        done = True
+        with self._directory.opened(TRASH) as trash:
+            for name in self._system.names(trash):
+                if name != NO_INDEX_NAME and not removal.is_spent:
+                    done = self._remove_tree(name, trash, TRASH, removal) and done
+        if not done and (removal.is_spent or removal.entry_bytes):
+            return removal.entry_bytes, False
+        self._stuck = {}
+        if done:
+            return removal.entry_bytes, True
+        raise next(iter(removal.stuck.values()))
 
     # -- trees -------------------------------------------------------------------------------------
 
@@ -223,40 +238,75 @@ class Waste:
                 self._system.close(descriptor)
 
     def _remove_tree(
-        self, name: str, within: int, above: str, allowance: "_Allowance", depth: int = 0
+        self, name: str, within: int, above: str, removal: "_Removal", depth: int = 0
     ) -> bool:
-        """Remove a file, or a directory and all in it. Returns False once allowance is spent."""
+        """Remove a file, or a directory and all in it, past whatever cannot be removed.
+
+        Returns whether it is gone.
+        """
         path = f"{above}/{name}"
-        status = self._system.status_of(name, within)
-        if not stat.S_ISDIR(status.st_mode):
-            if not allowance.take():
+        if path in removal.stuck:
+            return False
+        try:
+            status = self._system.status_of(name, within)
+            if not stat.S_ISDIR(status.st_mode):
+                if not removal.may_try():
+                    return False
+                self._system.unlink(name, within)
+                if self.remove(path) is None and parse_file_name(name) is not None:
+                    removal.entry_bytes += allocated_bytes(status)
+                return True
+            if not self._empty_directory(name, within, path, removal, depth):
                 return False
-            self._system.unlink(name, within)
-            if self.remove(path) is None and parse_file_name(name) is not None:
-                allowance.entry_bytes += allocated_bytes(status)
-            return True
-        if depth < _MAX_DEPTH:
-            descriptor = self._system.open_directory(name, within)
-            try:
-                for child in self._system.names(descriptor):
-                    if not self._remove_tree(child, descriptor, path, allowance, depth + 1):
-                        return False
-            finally:
-                self._system.close(descriptor)
-        self._system.remove_directory(name, within)
+            self._system.remove_directory(name, within)
+        except FileNotFoundError:
+            pass  # Somebody else removed it (rule D1).
+        except OSError as error:
+            removal.stuck[path] = error
+            return False
         self.remove(path)
         return True
 
+    def _empty_directory(
+        self, name: str, within: int, path: str, removal: "_Removal", depth: int
+    ) -> bool:
+        if depth >= _MAX_DEPTH:
+            return True  # Where it is not empty, its removal fails.
+        descriptor = self._system.open_directory(name, within)
+        try:
+            is_empty = True
+            for child in self._system.names(descriptor):
+                if removal.is_spent:
+                    return False
+                is_empty = (
+                    self._remove_tree(child, descriptor, path, removal, depth + 1) and is_empty
+                )
+        finally:
+            self._system.close(descriptor)
+        return is_empty
 
-class _Allowance:
-    """How many files one step may still delete, and the bytes of entries that it freed."""
 
-    def __init__(self, files: int | None) -> None:
+class _Removal:
+    """One step of removing: how many files it may still try, and what came of it.
+
+    Args:
+        files: How many files it may try; None for all.
+        stuck: What could not be removed by an earlier step and is passed over, by path. What this
+            one cannot remove is added.
+    """
+
+    def __init__(self, files: int | None = None, stuck: dict[str, OSError] | None = None) -> None:
         self._files = files
+        self.stuck = {} if stuck is None else stuck
+        self.is_spent = False
         self.entry_bytes = 0
 
-    def take(self) -> bool:
-        if self._files is None:
-            return True
-        self._files -= 1
-        return self._files >= 0
+    @property
+    def first_error(self) -> str:
+        return str(next(iter(self.stuck.values()), ""))
+
+    def may_try(self) -> bool:
+        if self._files is not None:
+            self.is_spent = self._files <= 0
+            self._files -= 1
+        return not self.is_spent

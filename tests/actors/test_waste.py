@@ -21,11 +21,17 @@ class GhostFs(QuickFs):
 
     ghosts: tuple[str, ...] = ()
     images_left = 1 << 30
+    stuck: frozenset[str] = frozenset()
+    """Parts of names that cannot be deleted."""
+    refused = 0
 
     def names(self, descriptor: int) -> list[str]:
         return [*self.ghosts, *super().names(descriptor)]
 
     def unlink(self, name: str, within: int) -> None:
+        if any(part in name for part in self.stuck):
+            self.refused += 1
+            raise OSError(errno.EPERM, "injected")
         if name.endswith(".safetensors"):
             if not self.images_left:
                 raise OSError(errno.EIO, "injected")
@@ -48,9 +54,19 @@ def store(tmp_path: Path, system: GhostFs) -> Iterator[Store]:
     store.close()
 
 
+def write_one(path: Path) -> int:
+    """What a file of a segment occupies, in a store of its own."""
+    probe = Store(path, QuickFs(), min_free_bytes=0)
+    probe.prepare()
+    size = write(probe, segment()).allocated_bytes
+    probe.close()
+    return size
+
+
 def set_aside(store: Store, count: int) -> list[FileEntry]:
     """Damaged files of one size, the oldest first."""
-    entries = [write(store, segment(seed=seed)) for seed in range(count)]
+    first = store.waste.quarantined_files
+    entries = [write(store, segment(seed=seed)) for seed in range(first, first + count)]
     for entry in entries:
         store.quarantine(entry, "for the test")
     assert len({entry.allocated_bytes for entry in entries}) == 1
@@ -62,10 +78,7 @@ def set_aside(store: Store, count: int) -> list[FileEntry]:
 
 def test_the_quarantine_keeps_as_much_as_fits(tmp_path: Path) -> None:
     """D3: what fills its bound exactly stays; each file dropped beyond it is counted."""
-    probe = Store(tmp_path / "probe", QuickFs(), min_free_bytes=0)
-    probe.prepare()
-    size = write(probe, segment()).allocated_bytes
-    probe.close()
+    size = write_one(tmp_path / "probe")
     store = Store(
         tmp_path / "state", QuickFs(), min_free_bytes=0, quarantine=QuarantineLimits(bytes=2 * size)
     )
@@ -96,7 +109,94 @@ def test_a_quarantined_file_that_somebody_deletes_costs_nothing(
     assert store.waste.quarantine_bytes == 0
 
 
+@pytest.mark.parametrize("bounds", [{"files": 2}, {"bytes": 2}], ids=["files", "bytes"])
+def test_a_file_that_cannot_be_deleted_does_not_unbound_the_quarantine(
+    tmp_path: Path, system: GhostFs, bounds: dict[str, int]
+) -> None:
+    """D3, D5: the next oldest goes in its place, and what stays is counted."""
+    size = write_one(tmp_path / "probe")
+    limits = QuarantineLimits(files=bounds.get("files", 64), bytes=bounds.get("bytes", 64) * size)
+    store = Store(tmp_path / "state", system, min_free_bytes=0, quarantine=limits)
+    store.prepare()
+    oldest, *_ = set_aside(store, 1)
+    system.stuck = frozenset({oldest.header.id})
+    newest = set_aside(store, 5)[-1]
+    names = [n for n in os.listdir(Path(store.directory.path, QUARANTINE)) if n[0] != "."]
+    assert sorted(name.split(".")[2] for name in names) == sorted(
+        [oldest.header.id, newest.header.id]
+    )
+    assert store.waste.quarantine_bytes == 2 * size
+    assert store.waste.dropped_files == 4
+    store.close()
+
+
+def test_a_folder_of_the_quarantine_that_goes_in_part_counts_what_is_left(
+    store: Store, system: GhostFs
+) -> None:
+    """D5: somebody's folder with one file that stays is charged that file."""
+    folder = Path(store.directory.path, QUARANTINE, "0")
+    folder.mkdir()
+    for name in ("kept", "dropped"):
+        (folder / name).write_bytes(bytes(5000))
+    list(store.scan())
+    kept = allocated_bytes((folder / "kept").stat())
+    assert store.waste.quarantine_bytes == 2 * kept
+    system.stuck = frozenset({"kept"})
+    assert store.waste.trim_quarantine(0) == kept
+    assert store.waste.quarantine_bytes == kept
+    assert store.waste.dropped_files == 0
+
+
+# -- foreign files ---------------------------------------------------------------------------------
+
+
+def test_a_foreign_folder_goes_as_far_as_it_can(store: Store, system: GhostFs) -> None:
+    """D5, D10: a file that cannot be deleted saves no others, and is all that counts then."""
+    folder = path_of(store, write(store, segment())).parent / "somebodys"
+    folder.mkdir()
+    for name in ("a", "kept", "z"):
+        (folder / name).write_bytes(bytes(5000))
+    list(store.scan())
+    kept = allocated_bytes((folder / "kept").stat())
+    system.stuck = frozenset({"kept"})
+    assert store.waste.drop_foreign(1 << 40) == 2 * kept
+    assert os.listdir(folder) == ["kept"]
+    assert (store.waste.foreign_files, store.waste.foreign_bytes) == (1, kept)
+    system.stuck = frozenset()
+    assert store.waste.drop_foreign(1 << 40) == kept
+    assert (store.waste.foreign_files, store.waste.foreign_bytes) == (0, 0)
+
+
 # -- trash -----------------------------------------------------------------------------------------
+
+
+def test_files_of_the_trash_that_cannot_be_deleted_keep_no_others(
+    store: Store, system: GhostFs
+) -> None:
+    """D5, D11: a step passes over what failed, however many; the last one ends with the error."""
+    entries = [write(store, segment(seed=seed)) for seed in range(8)]
+    store.clear("demo")
+    stuck = {entry.header.id for entry in entries[:5]}
+    system.stuck = frozenset(stuck)
+    steps: list[tuple[int, bool]] = []
+    with pytest.raises(OSError, match="injected"):
+        steps.extend(iter(lambda: store.empty_trash(2), (0, True)))
+    assert sum(freed for freed, _ in steps) == sum(entry.allocated_bytes for entry in entries[5:])
+    left = [p for p in Path(store.directory.path, TRASH).rglob("*") if p.suffix == ".safetensors"]
+    assert {path.name.split(".")[0] for path in left} == stuck
+    assert system.refused == len(stuck), "each once"
+    system.stuck = frozenset()
+    assert store.empty_trash(100) == (sum(e.allocated_bytes for e in entries[:5]), True)
+
+
+def test_a_file_of_the_trash_that_somebody_deletes_costs_nothing(
+    store: Store, system: GhostFs
+) -> None:
+    """D1: whatever is gone by the time that it is reached is deleted."""
+    entry = write(store, segment())
+    store.clear("demo")
+    system.ghosts = ("ghost",)
+    assert store.empty_trash(100) == (entry.allocated_bytes, True)
 
 
 def test_a_step_deletes_as_many_files_as_it_may(store: Store) -> None:
@@ -111,17 +211,17 @@ def test_a_step_deletes_as_many_files_as_it_may(store: Store) -> None:
     assert counts == [4, 1], f"{len(entries)} images and a schema"
 
 
-def test_bytes_freed_before_an_error_are_told_though_nothing_is_left(
-    store: Store, system: GhostFs
-) -> None:
-    """D5: the entry that was deleted before the error is reported with the next success."""
+def test_bytes_that_became_free_are_told_before_the_error(store: Store, system: GhostFs) -> None:
+    """D5: room that there is, is not withheld because of a file that stays."""
     entries = [write(store, segment(seed=seed)) for seed in range(2)]
     store.clear("demo")
     system.images_left = 1
+    size = entries[0].allocated_bytes
+    assert store.empty_trash(100) == (size, False)
     with pytest.raises(OSError, match="injected"):
         store.empty_trash(100)
     system.images_left = 1
-    assert store.empty_trash(100) == (sum(e.allocated_bytes for e in entries), True)
+    assert store.empty_trash(100) == (size, True)
 
 
 def test_whatever_an_earlier_run_left_in_the_trash_is_counted(store: Store) -> None:
