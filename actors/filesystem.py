@@ -43,10 +43,6 @@ class ImageMemory(Protocol):
 class FileSystem:
     """The real file system. Descriptors are plain integers; their opener closes them."""
 
-    def make_parents(self, path: str) -> None:
-        """Create the directories above ``path`` where they are missing."""
-        os.makedirs(os.path.dirname(path), mode=DIRECTORY_MODE, exist_ok=True)
-
     def make_directory(self, name: str, within: int | None = None) -> bool:
         """Create one private directory. Returns whether it is new."""
         try:

@@ -54,6 +54,10 @@ class Directory:
         self.filesystem = filesystem
         self._lock = -1
         self._device: int | None = None
+        self._segments = os.path.join(self.path, SEGMENTS)
+        self._unsynced = {self.path, self._segments}
+        """Directories with names that may not last: an earlier daemon may have died before its
+        barrier, and ours may fail."""
 
     def prepare(self) -> tuple[str, ...]:
         """Create what is missing, check whose it is, and take the lock. May be called again.
@@ -66,25 +70,20 @@ class Directory:
             OSError: The volume is gone, full or read-only.
         """
         system = self.filesystem
-        system.make_parents(self.path)
         created = []
-        is_new = system.make_directory(self.path)
-        if is_new:
-            with self._opened_within(os.path.dirname(self.path), None) as above:
-                system.barrier_directory(above)
+        is_new = self._make_root()
         with self.opened() as root:
             self._check_volume(root, is_new=is_new)
             self._check_owner(root, self.path)
             self._take_lock(root)
             for name in _PARTS:
-                if system.make_directory(name, root):
+                if self._make(name, root, self.path):
                     created.append(name)
                 with self._opened_within(name, root) as part:
                     self._check_owner(part, os.path.join(self.path, name))
                     system.restrict(part)
                     self._mark_not_indexed(part)
-            if created:
-                system.barrier_directory(root)
+            self._sync(self.path, root)
         return tuple(created)
 
     def holds_lock(self) -> bool:
@@ -135,8 +134,8 @@ class Directory:
                 yield descriptor
             return
         with self.opened(SEGMENTS) as segments:
-            if self.filesystem.make_directory(name, segments):
-                self.filesystem.barrier_directory(segments)
+            self._make(name, segments, self._segments)
+            self._sync(self._segments, segments)
             with self._opened_within(name, segments) as descriptor:
                 yield descriptor
 
@@ -147,6 +146,41 @@ class Directory:
             yield descriptor
         finally:
             self.filesystem.close(descriptor)
+
+    def _make_root(self) -> bool:
+        """Make the state directory, and those above it that are missing. Returns whether it is new."""
+        missing = []
+        path = self.path
+        while not self._exists(path):
+            missing.append(path)
+            path = os.path.dirname(path)
+        is_new = False
+        for path in reversed(missing):
+            is_new = self._make(path, None, os.path.dirname(path))
+        for path in sorted(self._unsynced - {self.path, self._segments}):
+            with self._opened_within(path, None) as above:
+                self._sync(path, above)
+        return is_new
+
+    def _exists(self, path: str) -> bool:
+        try:
+            self.filesystem.status_of(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _make(self, name: str, within: int | None, above: str) -> bool:
+        """Make a directory in the one at the path ``above``; its name lasts once that is synced."""
+        is_new = self.filesystem.make_directory(name, within)
+        if is_new:
+            self._unsynced.add(above)
+        return is_new
+
+    def _sync(self, path: str, descriptor: int) -> None:
+        """Make the names in a directory last, where they may not."""
+        if path in self._unsynced:
+            self.filesystem.barrier_directory(descriptor)
+            self._unsynced.discard(path)
 
     def _check_volume(self, root: int, *, is_new: bool) -> None:
         """Refuse to fill the mount point of a volume that was unplugged (rule D7)."""

@@ -27,9 +27,13 @@ class RecordingFs(QuickFs):
     def __init__(self) -> None:
         self.synced: list[str] = []
         self.device_shift = 0
+        self.fails_to_sync = ""
 
     def barrier_directory(self, descriptor: int, *, drain: bool = False) -> None:
-        self.synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if path == self.fails_to_sync:
+            raise OSError(errno.EIO, "injected")
+        self.synced.append(path)
         super().barrier_directory(descriptor, drain=drain)
 
     def status(self, descriptor: int) -> os.stat_result:
@@ -115,6 +119,41 @@ def test_a_part_that_others_can_write_to_is_refused(directory: Directory) -> Non
     with pytest.raises(PermissionError, match="770") as caught:
         directory.prepare()
     assert caught.value.filename == str(part)
+
+
+@pytest.mark.parametrize("which", ["", "state", f"state/{SEGMENTS}"], ids=["above", "root", "part"])
+def test_a_name_that_may_not_last_is_synced_at_the_next_try(
+    tmp_path: Path, directory: Directory, system: RecordingFs, which: str
+) -> None:
+    """D2: a directory that stands already is not taken for durable when its sync failed."""
+
+    def make_all() -> None:
+        directory.prepare()
+        with directory.opened_namespace("0" * 32, create=True):
+            pass
+
+    system.fails_to_sync = str(tmp_path / which)
+    for _ in range(2):
+        with pytest.raises(OSError, match="injected"):
+            make_all()
+    system.fails_to_sync = ""
+    make_all()
+    assert system.synced.count(str(tmp_path / which)) == 1
+    make_all()
+    assert system.synced.count(str(tmp_path / which)) == 1
+
+
+def test_what_an_earlier_daemon_made_is_made_durable_once(
+    directory: Directory, system: RecordingFs
+) -> None:
+    """D2: that one may have died between making a directory and syncing its name."""
+    for each in (Directory(directory.path, QuickFs()), directory):
+        for _ in range(2):
+            each.prepare()
+            with each.opened_namespace("0" * 32, create=True):
+                pass
+        each.close()
+    assert system.synced == [directory.path, str(Path(directory.path, SEGMENTS))]
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
