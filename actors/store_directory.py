@@ -67,13 +67,13 @@ class Directory:
         Raises:
             PermissionError: The directory belongs to somebody else, or others can write to it.
             StoreInUseError: Another daemon holds the lock.
-            OSError: The volume is gone, full or read-only.
+            StoreUnusableError: The volume is gone: the path leads to another one.
+            OSError: The volume is full or read-only.
         """
         system = self.filesystem
         created = []
-        is_new = self._make_root()
+        self._make_root()
         with self.opened() as root:
-            self._check_volume(root, is_new=is_new)
             self._check_owner(root, self.path)
             self._take_lock(root)
             for name in _PARTS:
@@ -84,6 +84,7 @@ class Directory:
                     system.restrict(part)
                     self._mark_not_indexed(part)
             self._sync(self.path, root)
+            self._device = system.status(root).st_dev
         return tuple(created)
 
     def holds_lock(self) -> bool:
@@ -95,9 +96,8 @@ class Directory:
         lock = self._lock
         if lock < 0:
             return False
-        try:
-            found = self.filesystem.status_of(os.path.join(self.path, LOCK_NAME))
-        except (FileNotFoundError, NotADirectoryError):
+        found = self._status_of(os.path.join(self.path, LOCK_NAME))
+        if found is None:
             return False
         mine = self.filesystem.status(lock)
         return (mine.st_dev, mine.st_ino) == (found.st_dev, found.st_ino)
@@ -147,27 +147,38 @@ class Directory:
         finally:
             self.filesystem.close(descriptor)
 
-    def _make_root(self) -> bool:
-        """Make the state directory, and those above it that are missing. Returns whether it is new."""
+    def _make_root(self) -> None:
+        """Make the state directory, and those above it, where they are missing."""
         missing = []
         path = self.path
-        while not self._exists(path):
+        while (found := self._status_of(path)) is None:
             missing.append(path)
             path = os.path.dirname(path)
-        is_new = False
+        self._check_volume(found.st_dev)
         for path in reversed(missing):
-            is_new = self._make(path, None, os.path.dirname(path))
+            self._make(path, None, os.path.dirname(path))
         for path in sorted(self._unsynced - {self.path, self._segments}):
             with self._opened_within(path, None) as above:
                 self._sync(path, above)
-        return is_new
 
-    def _exists(self, path: str) -> bool:
+    def _check_volume(self, device: int) -> None:
+        """Refuse to fill the mount point of a volume that was unplugged (rule D7).
+
+        A volume may come back as another device: then it has all that was made. This is asked
+        before anything is made, since what a refused try made would pass for that the next time.
+        """
+        if self._device not in (None, device) and any(
+            self._status_of(os.path.join(self.path, part)) is None for part in _PARTS
+        ):
+            raise StoreUnusableError(
+                errno.ENODEV, "the volume of the state directory is gone", self.path
+            )
+
+    def _status_of(self, path: str) -> os.stat_result | None:
         try:
-            self.filesystem.status_of(path)
+            return self.filesystem.status_of(path)
         except FileNotFoundError:
-            return False
-        return True
+            return None
 
     def _make(self, name: str, within: int | None, above: str) -> bool:
         """Make a directory in the one at the path ``above``; its name lasts once that is synced."""
@@ -181,13 +192,6 @@ class Directory:
         if path in self._unsynced:
             self.filesystem.barrier_directory(descriptor)
             self._unsynced.discard(path)
-
-    def _check_volume(self, root: int, *, is_new: bool) -> None:
-        """Refuse to fill the mount point of a volume that was unplugged (rule D7)."""
-        device = self.filesystem.status(root).st_dev
-        if is_new and self._device is not None and device != self._device:
-            raise OSError(errno.ENODEV, "the volume of the state directory is gone", self.path)
-        self._device = device
 
     def _check_owner(self, descriptor: int, path: str) -> None:
         status = self.filesystem.status(descriptor)

@@ -37,7 +37,12 @@ class RecordingFs(QuickFs):
         super().barrier_directory(descriptor, drain=drain)
 
     def status(self, descriptor: int) -> os.stat_result:
-        found = super().status(descriptor)
+        return self._shifted(super().status(descriptor))
+
+    def status_of(self, name: str, within: int | None = None) -> os.stat_result:
+        return self._shifted(super().status_of(name, within))
+
+    def _shifted(self, found: os.stat_result) -> os.stat_result:
         fields = list(found)
         fields[stat.ST_DEV] += self.device_shift
         return os.stat_result(fields)
@@ -157,18 +162,43 @@ def test_what_an_earlier_daemon_made_is_made_durable_once(
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
+@pytest.mark.parametrize("left", ["nothing", "above", "root", "parts but one"])
 def test_an_unplugged_volume_is_not_filled_at_its_mount_point(
-    directory: Directory, system: RecordingFs, shift: int
+    tmp_path: Path, left: str, shift: int
 ) -> None:
-    """D7: where another volume shows through, nothing is written."""
+    """D7: where another volume shows through, nothing is made, however often it is tried."""
+    system = RecordingFs()
+    directory = Directory(tmp_path / "volume" / "state", system)
     directory.prepare()
-    shutil.rmtree(directory.path)
+    mount_point = Path(directory.path).parent
+    mount_point.rename(tmp_path / "unplugged")
+    names = {"nothing": (), "above": ("",), "root": ("state",)}
+    for name in names.get(left, (f"state/{SEGMENTS}", f"state/{TRASH}")):
+        (mount_point / name).mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
     system.device_shift = shift
-    with pytest.raises(OSError, match="the volume of the state directory is gone") as caught:
+    for _ in range(2):
+        with pytest.raises(OSError, match="the volume of the state directory is gone") as caught:
+            directory.prepare()
+        assert caught.value.errno == errno.ENODEV
+    assert sorted(tmp_path.rglob("*")) == before
+    shutil.rmtree(mount_point, ignore_errors=True)
+    (tmp_path / "unplugged").rename(mount_point)
+    system.device_shift = 2 * shift
+    assert directory.prepare() == ()
+    directory.close()
+
+
+def test_a_volume_that_comes_after_the_daemon_is_used(
+    directory: Directory, system: RecordingFs
+) -> None:
+    """D7: a directory that never worked, at a mount point without its volume, binds to nothing."""
+    system.fails_to_sync = os.path.dirname(directory.path)
+    with pytest.raises(OSError, match="injected"):
         directory.prepare()
-    assert caught.value.errno == errno.ENODEV
     shutil.rmtree(directory.path)
-    system.device_shift = 0
+    system.fails_to_sync = ""
+    system.device_shift = 1
     assert set(directory.prepare()) == PARTS
 
 
