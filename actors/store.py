@@ -86,7 +86,7 @@ class Store:
         self._waste = Waste(self.directory, quarantine)
         self._min_free_bytes = min_free_bytes
         self._reached = crash_point
-        self._was_prepared = False
+        self._may_lose_files = False
         self.has_lost_files = False
         """Set when the directory of all files had to be made again; the owner resets it (D7)."""
 
@@ -102,9 +102,12 @@ class Store:
 
     def prepare(self) -> None:
         """Make the directory usable and lock it; errors as `Directory.prepare`."""
-        if SEGMENTS in self._prepare() and self._was_prepared:
+        made = self.directory.prepare()
+        for part in made:
+            self._waste.forget(f"{part}/")
+        if SEGMENTS in made and self._may_lose_files:
             self.has_lost_files = True
-        self._was_prepared = True
+        self._may_lose_files = True
 
     def _hold(self) -> None:
         """Have the lock before anything is changed, as `prepare` where it is not held (rule D9).
@@ -114,12 +117,6 @@ class Store:
         """
         if not self.directory.holds_lock():
             self.prepare()
-
-    def _prepare(self) -> tuple[str, ...]:
-        created = self.directory.prepare()
-        for part in created:
-            self._waste.forget(f"{part}/")
-        return created
 
     def close(self) -> None:
         """Give up the lock."""
@@ -322,7 +319,7 @@ class Store:
             self.prepare()
             self._move_to_trash(namespace, target)
         if namespace is None:
-            self._prepare()
+            self.prepare()
 
     def _move_to_trash(self, namespace: str | None, target: str) -> None:
         above = () if namespace is None else (SEGMENTS,)
@@ -336,6 +333,8 @@ class Store:
             with contextlib.suppress(FileNotFoundError):
                 self.filesystem.rename(name, source, target, trash)
                 self._waste.move("/".join((*above, name, "")), f"{TRASH}/{target}/")
+            if namespace is None:
+                self._may_lose_files = False  # What is made again next held what was cleared.
             self._reached(CrashPoint.AFTER_CLEAR)
             self.filesystem.barrier_directory(trash)
             self.filesystem.barrier_directory(source)

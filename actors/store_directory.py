@@ -58,11 +58,15 @@ class Directory:
         self._unsynced = {self.path, self._segments}
         """Directories with names that may not last: an earlier daemon may have died before its
         barrier, and ours may fail."""
+        self._inodes: dict[str, int] = {}
+        self._unsaid: set[str] = set()
+        """Parts that are not those of the last time, and were made by a try that failed later."""
 
     def prepare(self) -> tuple[str, ...]:
         """Create what is missing, check whose it is, and take the lock. May be called again.
 
-        Returns the parts that were missing.
+        Returns the parts that were missing, now or at a try that failed since, or that another
+        daemon made again.
 
         Raises:
             PermissionError: The directory belongs to somebody else, or others can write to it.
@@ -71,21 +75,21 @@ class Directory:
             OSError: The volume is full or read-only.
         """
         system = self.filesystem
-        created = []
         self._make_root()
         with self.opened() as root:
             self._check_owner(root, self.path)
             self._take_lock(root)
             for name in _PARTS:
                 if self._make(name, root, self.path):
-                    created.append(name)
+                    self._unsaid.add(name)
                 with self._opened_within(name, root) as part:
                     self._check_owner(part, os.path.join(self.path, name))
                     system.restrict(part)
                     self._mark_not_indexed(part)
             self._sync(self.path, root)
-            self._device = system.status(root).st_dev
-        return tuple(created)
+            self._compare_parts(root)
+        said, self._unsaid = self._unsaid, set()
+        return tuple(name for name in _PARTS if name in said)
 
     def holds_lock(self) -> bool:
         """Whether the lock that is held is that of the directory which is at the path now.
@@ -173,6 +177,14 @@ class Directory:
             raise StoreUnusableError(
                 errno.ENODEV, "the volume of the state directory is gone", self.path
             )
+
+    def _compare_parts(self, root: int) -> None:
+        """Note which parts are others than before; on another device all have other numbers."""
+        device = self.filesystem.status(root).st_dev
+        inodes = {name: self.filesystem.status_of(name, root).st_ino for name in _PARTS}
+        if device == self._device:
+            self._unsaid.update(name for name in _PARTS if inodes[name] != self._inodes[name])
+        self._device, self._inodes = device, inodes
 
     def _status_of(self, path: str) -> os.stat_result | None:
         try:

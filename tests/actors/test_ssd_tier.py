@@ -440,6 +440,7 @@ async def test_a_deletion_that_the_lock_forbids_shows_that_the_disk_fails(tmp_pa
         assert not desk.heard_of(Deleted)
         owner.close()
         assert (await desk.hear(Deleted)).id == entry.header.id
+        assert len(desk.heard_of(FilesLost)) == 1, "they are in the directory that was moved"
 
 
 # -- the index at start ----------------------------------------------------------------------------

@@ -28,6 +28,12 @@ class RecordingFs(QuickFs):
         self.synced: list[str] = []
         self.device_shift = 0
         self.fails_to_sync = ""
+        self.fails_to_restrict = False
+
+    def restrict(self, descriptor: int) -> None:
+        if self.fails_to_restrict:
+            raise OSError(errno.EMFILE, "injected")
+        super().restrict(descriptor)
 
     def barrier_directory(self, descriptor: int, *, drain: bool = False) -> None:
         path = os.readlink(f"/proc/self/fd/{descriptor}")
@@ -97,6 +103,36 @@ def test_a_part_that_was_deleted_is_made_again(directory: Directory, system: Rec
     shutil.rmtree(Path(directory.path, SEGMENTS))
     assert directory.prepare() == (SEGMENTS,)
     assert system.synced == [directory.path]
+
+
+def test_what_a_failed_try_made_is_said_by_the_next(
+    directory: Directory, system: RecordingFs
+) -> None:
+    """D7: who hears of a part that was made again must hear of each, once."""
+    directory.prepare()
+    shutil.rmtree(directory.path)
+    system.fails_to_restrict = True
+    for _ in range(2):
+        with pytest.raises(OSError, match="injected"):
+            directory.prepare()
+    system.fails_to_restrict = False
+    assert set(directory.prepare()) == PARTS
+    assert directory.prepare() == ()
+
+
+def test_a_part_that_somebody_else_made_again_is_said(
+    tmp_path: Path, directory: Directory, system: RecordingFs
+) -> None:
+    """D7, D9: another daemon may have come and gone, and nothing of ours is in its directory."""
+    directory.prepare()
+    Path(directory.path).rename(tmp_path / "moved")
+    other = Directory(directory.path, QuickFs())
+    other.prepare()
+    other.close()
+    assert set(directory.prepare()) == PARTS
+    assert directory.prepare() == ()
+    system.device_shift = 1
+    assert directory.prepare() == (), "a volume that came back as another device"
 
 
 def test_parts_are_closed_to_others(directory: Directory) -> None:

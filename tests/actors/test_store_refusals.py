@@ -431,6 +431,24 @@ def test_what_lay_in_a_deleted_directory_counts_no_more(store: Store) -> None:
     assert (store.other_bytes, store.waste.foreign_files) == (0, 0)
 
 
+@pytest.mark.parametrize("call", ["restrict", "barrier_directory"])
+def test_a_clear_of_all_that_fails_halfway_loses_no_files(
+    store: Store, system: RefusingFs, call: str
+) -> None:
+    """D7, D11: what is made again after its rename was cleared, not lost."""
+    write(store, segment())
+    system.refuses[call] = always
+    with pytest.raises(OSError, match=call):
+        store.clear(None)
+    system.refuses.clear()
+    store.prepare()
+    assert not store.has_lost_files
+    write(store, segment(seed=1))
+    shutil.rmtree(Path(store.directory.path, SEGMENTS))
+    store.prepare()
+    assert store.has_lost_files
+
+
 def test_a_store_leaves_the_room_that_the_page_promises(tmp_path: Path) -> None:
     """D7: by default half a gibibyte of the volume is left to others."""
     page = Path(__file__).parents[2] / "docs" / "operations.md"
