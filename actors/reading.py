@@ -1,13 +1,15 @@
 """Reading and checking files of the store: nothing is lent that was not read whole (rule D3).
 
-`Reader` may be called from several threads at once. It owns the cache of decoded schemas, which is
-safe without a lock: a digest names one content for ever, and each access is one dictionary call.
+`Reader` may be called from several threads at once. It owns the cache of decoded schemas. Looking
+one up needs no lock, since a digest names one content for ever. Making room does: another thread
+may change the dictionary between the two calls that find its oldest entry.
 """
 
 import contextlib
 import errno
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -97,12 +99,14 @@ class Reader:
         self._directory = directory
         self._system = directory.filesystem
         self._schemas: dict[str, Schema] = {}
+        self._making_room = threading.Lock()
 
     def remember_schema(self, digest: str, schema: Schema) -> None:
         """Spare reading a schema's file."""
-        if len(self._schemas) >= CACHED_SCHEMAS:
-            self._schemas.pop(next(iter(self._schemas)), None)
-        self._schemas[digest] = schema
+        with self._making_room:
+            if len(self._schemas) >= CACHED_SCHEMAS:
+                del self._schemas[next(iter(self._schemas))]
+            self._schemas[digest] = schema
 
     def verify(
         self, entry: FileEntry, known: Identity | None = None, step: Callable[[], None] = no_step

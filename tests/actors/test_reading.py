@@ -1,7 +1,9 @@
 """Reading files of the store: whatever stands in a file's place is damage or gone, never lent."""
 
 import os
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -268,6 +270,24 @@ def test_a_reader_keeps_as_many_schemas_as_it_may(store: Store) -> None:
     reader.remember_schema("one more", Schema())
     with pytest.raises(DamagedFile, match="the schema's file is gone"):
         reader.verify(entry)
+
+
+def test_threads_share_the_cache_of_schemas(store: Store) -> None:
+    """F2: files of more models than are kept are verified in several threads at once."""
+    reader = fresh_reader(store)
+    schema = Schema()
+
+    def remember(thread: int) -> None:
+        for number in range(20_000):
+            reader.remember_schema(f"{thread}-{number}", schema)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor() as threads:
+            assert list(threads.map(remember, range(4))) == [None] * 4
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_a_file_closed_twice_is_closed_once(store: Store) -> None:
