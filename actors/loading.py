@@ -9,12 +9,19 @@ import xxhash
 
 from prefixcached.actors import tree
 from prefixcached.actors.desk import Shared
-from prefixcached.actors.entries import Checkpoint, Entry, Namespace, ObjectEntry, Segment
+from prefixcached.actors.entries import (
+    Checkpoint,
+    Entry,
+    Namespace,
+    ObjectEntry,
+    Segment,
+    entries_below,
+)
 from prefixcached.protocol.actor_messages import DeleteFile, FileEntry, Loaded
 from prefixcached.protocol.errors import SchemaError
 from prefixcached.protocol.image import ImageKind
 from prefixcached.protocol.schema import Schema, decode_schema
-from prefixcached.protocol.tokens import token_array
+from prefixcached.protocol.tokens import TokenArray, common_prefix_length, token_array
 
 
 class LoadDesk:
@@ -109,13 +116,8 @@ class LoadDesk:
             self._leave_unattached(file)
             return False
         twin = parent.children.get((header.position, int(tokens[0])))
-        if twin is not None:
-            # A crash between a successor's rename and the unlink of what it absorbed (rule D8).
-            self.duplicates += 1
-            if twin.end >= header.position + tokens.size or not twin.is_leaf:
-                self._delete(file)
-                return False
-            self._index.remove(twin)
+        if twin is not None and not self._makes_way(twin, tokens, file):
+            return False
         try:
             segment = Segment(
                 header.id, namespace, header.spec, file.data_bytes,
@@ -128,6 +130,34 @@ class LoadDesk:
         self.loaded += 1
         self._index.namespaces[namespace.name] = namespace
         return True
+
+    def _makes_way(self, twin: Segment, tokens: TokenArray, file: FileEntry) -> bool:
+        """Whether ``twin`` left the place that ``file`` claims too; if not, the file is dealt with.
+
+        Of one path the longer stays: a crash came between a successor's rename and the unlink of
+        what it absorbed (rule D8). Of two paths the newer: the other was evicted, and could not be
+        deleted before the daemon ended.
+        """
+        if any(entry.holders or entry.file is None for entry in entries_below(twin)):
+            # The disk came late. The file is good, and the next start looks at both again.
+            self._leave_unattached(file)
+            return False
+        self.duplicates += 1
+        if common_prefix_length(twin.tokens, tokens) == min(twin.tokens.size, tokens.size):
+            stays = twin.tokens.size >= tokens.size or not twin.is_leaf
+        else:
+            stays = self._was_used_after(twin, file)
+        if stays:
+            self._delete(file)
+            return False
+        self._index.remove(twin)
+        return True
+
+    @staticmethod
+    def _was_used_after(twin: Segment, file: FileEntry) -> bool:
+        """Whether ``twin`` is the newer; what was used since the start is newer than any file."""
+        assert twin.file is not None
+        return twin.used > 0 or twin.file.used_seconds >= file.used_seconds
 
     def _place_checkpoint(self, file: FileEntry) -> None:
         header, namespace = file.header, self._known_namespace(file)

@@ -101,6 +101,35 @@ def test_a_crash_between_rename_and_unlink_leaves_the_successor(seed: int) -> No
 
 
 @SEEDS
+def test_an_evicted_file_that_stayed_does_not_win_over_a_newer_one(seed: int) -> None:
+    """D5, D8: it could not be deleted before a stop; other tokens behind its first ones came since.
+
+    The newer file is served whatever the order in which both are found, though it is the shorter.
+    """
+    core = Core(small_config(ssd_bytes=1 << 30, segment_max_bytes=6000))
+    disk, client = FakeDisk(core), Client(core)
+    old, new = (*sequence(5), *sequence(60, 1)), (*sequence(5), *sequence(30, 2))
+    client.store(old)
+    client.flush()
+    disk.settle()
+    stayed = dict(disk.files)
+    for entry in reversed(list(core.index.entries.values())):
+        core.index.drop_memory(entry)
+        core.index.drop_file(entry)
+    disk.settle()
+    client.store(new)
+    client.flush()
+    disk.settle()
+    kept = set(disk.files)
+    disk.files.update(stayed)
+    core, client = restarted(disk, seed)
+    assert client.contains(new)
+    disk.settle()
+    assert kept <= set(disk.files)
+    check_core(core)
+
+
+@SEEDS
 def test_of_two_versions_the_newest_is_kept(seed: int) -> None:
     """P3, D8: attachments that were replaced before a crash do not come back after it."""
     core = Core(small_config(ssd_bytes=1 << 30))

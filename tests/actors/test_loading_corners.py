@@ -2,11 +2,12 @@
 
 import random
 
+import msgspec
 import pytest
 import xxhash
 
 from prefixcached.protocol import messages as wire
-from prefixcached.protocol.actor_messages import Loaded
+from prefixcached.protocol.actor_messages import DeleteFile, Loaded
 from prefixcached.protocol.image import ImageKind
 from prefixcached.protocol.tokens import pack_tokens
 from tests.actors.test_loading import filled, object_and_prompt, replaced, restarted
@@ -200,6 +201,60 @@ def test_files_that_a_late_scan_finds_are_placed() -> None:
     core.send(Loaded((), done=True))
     assert client.contains(sequence(10))
     check_core(core)
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+@pytest.mark.parametrize("stored", [sequence(30, 2), sequence(4), sequence(0)])
+def test_a_late_scan_drops_nothing_that_ram_alone_has(
+    stored: tuple[int, ...], is_pinned: bool
+) -> None:
+    """D7, D8: what was stored while the disk failed stays, and so does what the scan finds then.
+
+    Both begin alike; the one is not durable yet, and its pin holds.
+    """
+    core, file = one_file()
+    disk, client = FakeDisk(core), Client(core)
+    prompt = (*sequence(5), *stored)
+    core.send(Loaded((), done=True, later=True))
+    client.store(prompt)
+    if is_pinned:
+        client.prefetch((*prompt, 1))
+    core.send(Loaded((file.entry,), {file.entry.header.schema_digest: file.schema}))
+    core.send(Loaded((), done=True))
+    assert client.contains(prompt)
+    assert set(core.index.unattached) == {file.entry.header.id}
+    disk.accept()
+    assert not [e for e in disk.writer if isinstance(e.message, DeleteFile)]
+    check_core(core)
+
+
+def test_a_late_scan_drops_nothing_that_is_lent() -> None:
+    """D10, L1: what was found and is in use stays, whatever newer file claims its place."""
+    core, file = one_file()
+    newer = msgspec.structs.replace(
+        replaced(file.entry, id="a" * 32), path="0" * 32 + "/a",
+        tokens=pack_tokens((*sequence(5), *sequence(5, 2))), used_seconds=1e12,
+    )  # fmt: skip
+    core.send(Loaded((file.entry,), {file.entry.header.schema_digest: file.schema}))
+    (entry,) = core.index.entries.values()
+    core.index.hold((entry,))
+    core.send(Loaded((newer,), done=True))
+    assert entry.attached
+    assert set(core.index.unattached) == {newer.header.id}
+
+
+def test_what_was_used_since_the_start_is_newer_than_any_file() -> None:
+    """D5: its file's time was read before that."""
+    core, file = one_file()
+    newer = msgspec.structs.replace(
+        replaced(file.entry, id="a" * 32), path="0" * 32 + "/a",
+        tokens=pack_tokens((*sequence(5), *sequence(5, 2))), used_seconds=1e12,
+    )  # fmt: skip
+    core.send(Loaded((file.entry,), {file.entry.header.schema_digest: file.schema}))
+    core.index.use(core.index.entries.values(), core.clock)
+    core.send(Loaded((newer,), done=True))
+    assert set(core.index.entries) == {file.entry.header.id}
+    assert core.loads.duplicates == 1
 
 
 @pytest.mark.parametrize("namespace", ["plain/a", None])
