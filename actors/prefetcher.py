@@ -97,7 +97,7 @@ class _Promotion:
 
 
 class _Outcome(msgspec.Struct, frozen=True):
-    """What a read found; fields as `ImageRead`."""
+    """What a read or a promotion found; fields as `ImageRead`."""
 
     error: str = ""
     damaged: bool = False
@@ -338,18 +338,20 @@ class Prefetcher:
             promotion.image.seal()
             return identity
 
-        error = ""
+        outcome = _Outcome()
         try:
             identity = await trio.to_thread.run_sync(load, limiter=self._threads)
         except (DamagedFile, OSError) as failure:
             self._counters["promotions_failed"] += 1
-            error = (await self._failed(entry, failure)).error
+            outcome = await self._failed(entry, failure)
         else:
             self._counters["promotions"] += 1
             self._remember(entry, identity)
         finally:
             self._leave(entry, nursery)
-        await self._report(Promoted(entry.header.id, error))
+        await self._report(
+            Promoted(entry.header.id, outcome.error, outcome.damaged, outcome.missing)
+        )
 
     async def _touch_all(self) -> None:
         """Record recency (rule D5): one file at a time, the newest wish per file."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from prefixcached.actors.desk import Shared
 from prefixcached.actors.entries import Entry, Memory
 from prefixcached.actors.index import Room
+from prefixcached.actors.reads import ReadDesk
 from prefixcached.protocol.actor_messages import Promoted, PromoteImage
 
 HITS_TO_PROMOTE = {"second-hit": 2, "always": 1}
@@ -17,9 +18,10 @@ HITS_TO_PROMOTE = {"second-hit": 2, "always": 1}
 class PromotionDesk:
     """Owns the promotions in flight."""
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: Shared, reads: ReadDesk) -> None:
         self._shared = shared
         self._index = shared.index
+        self._reads = reads
         self._in_flight: dict[str, tuple[Entry, Memory]] = {}
         self._waiters: dict[str, list[Callable[[float], None]]] = {}
         self.is_suspended = False
@@ -73,6 +75,8 @@ class PromotionDesk:
     def finished(self, outcome: Promoted, now: float) -> None:
         """The bytes are in memory, or could not be brought there."""
         entry, memory = self._in_flight.pop(outcome.id)
+        if outcome.error:
+            self._reads.note_failure(outcome)
         unwanted = self.is_suspended or not entry.attached or entry.memory is not None
         if outcome.error or unwanted:
             self._index.give_back(memory, "promoting", entry.charged_bytes)

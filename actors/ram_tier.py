@@ -83,7 +83,7 @@ class RamTier:
             config, self.index, self, self.boot, create_memory, new_id, count(1),
         )  # fmt: skip
         self.reads = ReadDesk(shared)
-        self.promotions = PromotionDesk(shared)
+        self.promotions = PromotionDesk(shared, self.reads)
         self.claims = ClaimDesk(config.claim_min_tokens)
         self.labels = LabelDesk(self.index, config.label_ttl_seconds)
         self.takes = TakeDesk(shared, self.reads, self.promotions, self.claims, self.labels)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from prefixcached.actors.desk import Shared
 from prefixcached.actors.entries import Entry
-from prefixcached.protocol.actor_messages import CancelRead, ImageRead, ReadImage
+from prefixcached.protocol.actor_messages import CancelRead, ImageRead, Promoted, ReadImage
 
 
 class OpenFile(Protocol):
@@ -85,7 +85,7 @@ class ReadDesk:
         self.read_seconds += outcome.seconds
         asker = self._askers.pop(outcome.read, None)
         if file is None:
-            self._note_failure(outcome)
+            self.note_failure(outcome)
         if asker is None:  # the asker is gone
             if file is not None:
                 file.close()
@@ -104,6 +104,15 @@ class ReadDesk:
         else:
             asker.done(asker.files, now)
 
+    def note_failure(self, outcome: ImageRead | Promoted) -> None:
+        """A file could not be read; where it is gone or in quarantine its entry has none."""
+        self.failed += 1
+        self.damaged += outcome.damaged
+        self.missing += outcome.missing
+        entry = self._shared.index.entries.get(outcome.id)
+        if entry is not None and (outcome.damaged or outcome.missing):
+            self._shared.index.lose_file(entry)
+
     def client_gone(self, session: int) -> None:
         """Stop waiting for a connection; the last asker of an image cancels its read."""
         for number, asker in list(self._askers.items()):
@@ -117,11 +126,3 @@ class ReadDesk:
                     open_file.close()
                 if asker.abandoned is not None:
                     asker.abandoned()
-
-    def _note_failure(self, outcome: ImageRead) -> None:
-        self.failed += 1
-        self.damaged += outcome.damaged
-        self.missing += outcome.missing
-        entry = self._shared.index.entries.get(outcome.id)
-        if entry is not None and (outcome.damaged or outcome.missing):
-            self._shared.index.lose_file(entry)

@@ -111,10 +111,15 @@ class ImageRead(ActorMessage, frozen=True, tag="image-read"):
 
 
 class Promoted(ActorMessage, frozen=True, tag="promoted"):
-    """Outcome of `PromoteImage`: the image's bytes are in the shared memory that was given."""
+    """Outcome of `PromoteImage`: the image's bytes are in the shared memory that was given.
+
+    Or they are not (``error``); ``damaged`` and ``missing`` as in `ImageRead`.
+    """
 
     id: str
     error: str = ""
+    damaged: bool = False
+    missing: bool = False
 
 
 class Written(ActorMessage, frozen=True, tag="written"):

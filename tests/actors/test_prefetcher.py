@@ -480,7 +480,7 @@ async def test_promotion_fills_and_seals_memory(tmp_path: Path) -> None:
 
 
 async def test_promotion_of_damage_fails(tmp_path: Path) -> None:
-    """D3: damaged bytes never become resident; the memory stays unsealed."""
+    """D3: damaged bytes never become resident, and RamTier is told that the file is gone."""
     (entry,) = stored(tmp_path, large(1))
     with path_of(tmp_path, entry).open("r+b") as damaged:
         damaged.seek(-100, os.SEEK_END)
@@ -491,9 +491,15 @@ async def test_promotion_of_damage_fails(tmp_path: Path) -> None:
         message, _ = await desk.hear()
         assert isinstance(message, Promoted)
         assert "checksum" in message.error
+        assert (message.damaged, message.missing) == (True, False)
         assert not image.is_sealed
-        image.free()
         assert not path_of(tmp_path, entry).exists()
+        assert desk.quarantined == 1
+        await desk.tell(PromoteImage(entry), image)
+        message, _ = await desk.hear()
+        assert isinstance(message, Promoted)
+        assert (message.damaged, message.missing) == (False, True)
+        image.free()
 
 
 async def test_reads_go_before_promotions(tmp_path: Path) -> None:

@@ -199,15 +199,19 @@ class FakeDisk:
                 )
         self.accept()
 
-    def finish_promotion(self, image_id: str, *, fails: bool = False) -> None:
-        """End a promotion."""
+    def finish_promotion(self, image_id: str, outcome: str = "good") -> None:
+        """End a promotion, as `finish_read` ends a verification."""
         envelope = self.promotions.pop(image_id)
         message, memory = envelope.message, envelope.handle
         assert isinstance(message, PromoteImage)
         assert isinstance(memory, FakeMemory)
         stored = self.files.get(message.entry.path)
-        if fails or stored is None:
-            self.core.send(Promoted(image_id, error="not read"))
+        if outcome == "damaged" and stored is not None:
+            self.lose(message.entry.path)
+        if outcome != "good" or stored is None:
+            missing = stored is None and outcome != "transient"
+            damaged = outcome == "damaged" and stored is not None
+            self.core.send(Promoted(image_id, error="not read", damaged=damaged, missing=missing))
         else:
             memory.write(stored.data)
             memory.seal()

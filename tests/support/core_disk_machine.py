@@ -79,10 +79,15 @@ class DiskMachine(ClientMachine):
         return bool(self.disk.promotions)
 
     @precondition(lambda self: self.pending_promotions())
-    @rule(which=st.integers(0, 20), fails=st.integers(0, 5))
-    def promotion(self, which: int, fails: int) -> None:
+    @rule(
+        which=st.integers(0, 20), outcome=st.sampled_from(["good"] * 4 + ["transient", "damaged"])
+    )
+    def promotion(self, which: int, outcome: str) -> None:
         names = sorted(self.disk.promotions)
-        self.disk.finish_promotion(names[which % len(names)], fails=not fails)
+        if outcome == "damaged":
+            self.confirmed.clear()
+            self.has_lost_ever = True
+        self.disk.finish_promotion(names[which % len(names)], outcome)
         self.collect()
 
     @precondition(lambda self: self.disk.trash_is_due)

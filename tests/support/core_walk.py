@@ -63,7 +63,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "finish_seal": ("fails",),
     "write": ("fails",),
     "read": ("which", "outcome"),
-    "promotion": ("which", "fails"),
+    "promotion": ("which", "outcome"),
     "health": ("healthy",),
     "flush": ("session",),
     "restart": ("seed", "batch", "really"),
