@@ -3,7 +3,7 @@
 Owner of the reads in flight and of what was verified, by identity. Reads go before promotions;
 both are bounded in number and bytes, whatever RamTier asks for. A file is lent only after every
 byte of it was checked since it last changed (rules D3, T7). Damage moves the file into quarantine;
-any other error leaves it where it is (rule D4).
+any other error leaves it where it is (rule D4), also that the whole directory is not there (D7).
 """
 
 import time
@@ -17,7 +17,7 @@ import trio
 
 from prefixcached.actors.filesystem import ImageMemory
 from prefixcached.actors.mailbox import UNBOUNDED, Inbox, Outbox
-from prefixcached.actors.reading import Identity, VerifiedFile
+from prefixcached.actors.reading import DirectoryGoneError, Identity, VerifiedFile
 from prefixcached.actors.storage_format import DamagedFile
 from prefixcached.actors.store import Store
 from prefixcached.protocol import limits
@@ -115,6 +115,8 @@ class Prefetcher:
         ram_tier: Where outcomes go.
         config: Bounds.
         quarantined: Called after a file was moved into quarantine (`SsdTier.others_changed`).
+        directory_missed: Called when the directory of all files was not there
+            (`SsdTier.directory_missed`).
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class Prefetcher:
         ram_tier: Outbox,
         config: PrefetcherConfig = PrefetcherConfig(),  # noqa: B008  (frozen)
         quarantined: Callable[[], None] = lambda: None,
+        directory_missed: Callable[[], None] = lambda: None,
     ) -> None:
         self.mailbox: Outbox
         self._inbox: Inbox
@@ -131,6 +134,7 @@ class Prefetcher:
         self._ram_tier = ram_tier
         self._config = config
         self._quarantined = quarantined
+        self._directory_missed = directory_missed
         self._threads = trio.CapacityLimiter(config.parallel_reads)
         self._quarantine_thread = trio.CapacityLimiter(1)
         self._touch_thread = trio.CapacityLimiter(1)
@@ -302,25 +306,39 @@ class Prefetcher:
     async def _failed(self, entry: FileEntry, error: DamagedFile | OSError) -> _Outcome:
         """Say what an error means for the file, and put a damaged one aside."""
         self._verified.pop(entry.header.id, None)
-        if isinstance(error, FileNotFoundError):
-            self._counters["missing"] += 1
-            return _Outcome(str(error), missing=True)
         if isinstance(error, OSError):
-            self._counters["transient"] += 1
-            _log.warning("file-unreadable", file=entry.path, error=str(error))
-            return _Outcome(str(error))
+            is_missing = isinstance(error, FileNotFoundError)
+            self._counters["missing" if is_missing else "transient"] += 1
+            self._note(error)
+            if not is_missing:
+                _log.warning("file-unreadable", file=entry.path, error=str(error))
+            return _Outcome(str(error), missing=is_missing)
         self._counters["damaged"] += 1
         try:
             await trio.to_thread.run_sync(
-                self._store.quarantine, entry, str(error), limiter=self._quarantine_thread
+                self._put_aside, entry, str(error), limiter=self._quarantine_thread
             )
         except FileNotFoundError:
             return _Outcome(str(error), missing=True)
         except OSError as failure:
+            self._note(failure)
             _log.warning("damaged-file-stays", file=entry.path, error=str(failure))
             return _Outcome(f"{error}; it could not be moved aside: {failure}")
         self._quarantined()
         return _Outcome(str(error), damaged=True)
+
+    def _put_aside(self, entry: FileEntry, reason: str) -> None:
+        """Quarantine a file; FileNotFoundError only where its directory still stands."""
+        try:
+            self._store.quarantine(entry, reason)
+        except FileNotFoundError:
+            self._store.reader.require_directory()
+            raise
+
+    def _note(self, error: OSError) -> None:
+        """Have the disk looked at where all of it seems to be gone (rule D7)."""
+        if isinstance(error, DirectoryGoneError):
+            self._directory_missed()
 
     def _remember(self, entry: FileEntry, identity: Identity) -> None:
         self._verified.pop(entry.header.id, None)

@@ -26,7 +26,7 @@ from prefixcached.actors.storage_format import (
     schema_digest,
     schema_name,
 )
-from prefixcached.actors.store_directory import Directory, split_path
+from prefixcached.actors.store_directory import SEGMENTS, Directory, split_path
 from prefixcached.protocol import limits
 from prefixcached.protocol.actor_messages import FileEntry
 from prefixcached.protocol.errors import SchemaError
@@ -41,6 +41,13 @@ CACHED_SCHEMAS: Final = 256
 
 _ATTEMPTS: Final = 3
 """How often a file that changes while it is read is read again (our own `touch` changes it)."""
+
+
+class DirectoryGoneError(OSError):
+    """The directory of all files is not where it was: its volume is unplugged, or it was deleted.
+
+    Which of both, only preparing it again tells (`Store.prepare`); of a file it says nothing.
+    """
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -92,7 +99,8 @@ class Reader:
     """Opens, checks and touches the files of ``directory``.
 
     Every method blocks. `DamagedFile` is a permanent finding; OSError is transient and says
-    nothing about the file's bytes (rule D4); FileNotFoundError means that the file is gone.
+    nothing about the file's bytes (rule D4); FileNotFoundError means that the file is gone, and
+    never that the whole directory is: that is a `DirectoryGoneError`.
     """
 
     def __init__(self, directory: Directory) -> None:
@@ -107,6 +115,19 @@ class Reader:
             if len(self._schemas) >= CACHED_SCHEMAS:
                 del self._schemas[next(iter(self._schemas))]
             self._schemas[digest] = schema
+
+    def require_directory(self) -> None:
+        """Raise DirectoryGoneError unless the directory of all files can be opened.
+
+        Whoever did not find a file asks before he calls it gone.
+        """
+        try:
+            with self._directory.opened(SEGMENTS):
+                return
+        except FileNotFoundError as error:
+            raise DirectoryGoneError(
+                errno.ENOENT, "the directory is not where it was", self._directory.path
+            ) from error
 
     def verify(
         self, entry: FileEntry, known: Identity | None = None, step: Callable[[], None] = no_step
@@ -167,8 +188,12 @@ class Reader:
         """Open an entry's file for the block; whoever empties the stack keeps the descriptor."""
         directory, name = split_path(entry.path)
         with contextlib.ExitStack() as close:
-            with self._directory.opened_namespace(directory) as within:
-                descriptor = self._open_regular(name, within)
+            try:
+                with self._directory.opened_namespace(directory) as within:
+                    descriptor = self._open_regular(name, within)
+            except FileNotFoundError:
+                self.require_directory()
+                raise
             close.callback(self._system.close, descriptor)
             yield descriptor, close
 
@@ -269,11 +294,12 @@ class Reader:
         schema = self._schemas.get(digest)
         if schema is None:
             directory, _ = split_path(entry.path)
-            with self._directory.opened_namespace(directory) as within:
-                try:
+            try:
+                with self._directory.opened_namespace(directory) as within:
                     _, schema = self.read_schema(digest, within)
-                except FileNotFoundError as error:
-                    # Not transient: without its schema the file can never be checked (rule D1).
-                    raise DamagedFile("the schema's file is gone") from error
+            except FileNotFoundError as error:
+                self.require_directory()
+                # Not transient: without its schema the file can never be checked (rule D1).
+                raise DamagedFile("the schema's file is gone") from error
             self.remember_schema(digest, schema)
         return schema

@@ -88,8 +88,8 @@ class Scan:
         """Yield all entries in batches. Never raises for what is wrong with one file.
 
         Raises:
-            OSError: The directory itself cannot be listed, or its lock is not held: what another
-                daemon writes would be removed as a leftover.
+            OSError: The directory itself cannot be listed, is not there any more at the end, or its
+                lock is not held: what another daemon writes would be removed as a leftover.
         """
         self._directory.require_lock()
         with self._directory.opened(SEGMENTS) as segments:
@@ -106,6 +106,8 @@ class Scan:
                     yield from self._scan_namespace(name, segments)
                 except OSError as error:
                     self._unreadable(name, segments, SEGMENTS, error)
+        # What vanished meanwhile may be on a volume that is unplugged: not all was found (rule D7).
+        self._reader.require_directory()
         if self._pending:
             yield self._take_batch()
         with contextlib.suppress(OSError), self._directory.opened() as root:

@@ -5,6 +5,7 @@ is written; nothing here does. One task receives, always; one task works, one st
 step in a thread. A step that fails says what became of its image, and good files stay.
 """
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator
@@ -131,6 +132,12 @@ class SsdTier:
     def others_changed(self) -> None:
         """Report soon what is no entry: the prefetcher moved a file into quarantine."""
         self._wake.set()
+
+    def directory_missed(self) -> None:
+        """Look soon whether the directory still stands: the prefetcher missed it (rule D7)."""
+        if not self._failure:
+            with contextlib.suppress(trio.ClosedResourceError, trio.BrokenResourceError):
+                self.mailbox.send_nowait(Envelope(SyncAll()))
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until all senders of the mailbox are closed and the queue is done."""

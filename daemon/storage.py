@@ -67,7 +67,10 @@ class Storage:
                 SsdTierConfig(cap_bytes=config.ssd_bytes, daily_write_bytes=daily_bytes or None),
             )
             self._prefetcher = Prefetcher(
-                store, self._from("prefetcher"), quarantined=self._ssd_tier.others_changed
+                store,
+                self._from("prefetcher"),
+                quarantined=self._ssd_tier.others_changed,
+                directory_missed=self._ssd_tier.directory_missed,
             )
             self._ram_tier.connect(
                 ssd=self._traced(self._ssd_tier.mailbox, "ram_tier->ssd_tier"),

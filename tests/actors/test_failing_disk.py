@@ -3,7 +3,7 @@
 import errno
 import os
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -15,6 +15,7 @@ import trio
 from prefixcached.actors.filesystem import FileSystem
 from prefixcached.actors.mailbox import ReplySlot
 from prefixcached.actors.prefetcher import Prefetcher
+from prefixcached.actors.ram_statistics import RamStatistics
 from prefixcached.actors.ram_tier import RamTier
 from prefixcached.actors.ssd_settings import SsdTierConfig
 from prefixcached.actors.ssd_tier import SsdTier
@@ -86,14 +87,24 @@ class Actors:
         assert isinstance(flushed, wire.Flushed)
         return flushed
 
-    async def healthy(self) -> None:
-        """Wait until the disk is known to work again."""
+    async def report(self) -> RamStatistics:
+        """What RamTier says of itself."""
+        status, _ = await self.ask(wire.Status())
+        report = status.report["ram_tier"]
+        assert isinstance(report, RamStatistics)
+        return report
+
+    async def until(self, condition: Callable[[RamStatistics], bool]) -> None:
+        """Wait until RamTier's report is as ``condition`` says."""
         with trio.fail_after(20):
             while True:
-                status, _ = await self.ask(wire.Status())
-                if status.report["ram_tier"].disk["healthy"]:
+                if condition(await self.report()):
                     return
                 await trio.sleep(0.001)  # asking without end would keep the disk's threads waiting
+
+    async def healthy(self) -> None:
+        """Wait until the disk is known to work again."""
+        await self.until(lambda report: bool(report.disk["healthy"]))
 
     async def loaded(self) -> None:
         """Wait until the index is complete."""
@@ -111,7 +122,10 @@ async def running(directory: Path, system: FileSystem) -> AsyncIterator[Actors]:
     ram_tier = RamTier(config)
     store = Store(directory, system, min_free_bytes=0)
     ssd_tier = SsdTier(store, ram_tier.mailbox, QUICK)
-    prefetcher = Prefetcher(store, ram_tier.mailbox, quarantined=ssd_tier.others_changed)
+    prefetcher = Prefetcher(
+        store, ram_tier.mailbox, quarantined=ssd_tier.others_changed,
+        directory_missed=ssd_tier.directory_missed,
+    )  # fmt: skip
     ram_tier.connect(ssd=ssd_tier.mailbox, prefetcher=prefetcher.mailbox)
     async with trio.open_nursery() as nursery:
         await nursery.start(ssd_tier.run)
@@ -168,3 +182,54 @@ async def test_whichever_call_fails_ram_serves_and_nothing_good_is_lost(
         shutil.rmtree(directory)
         fail_at += stride
     assert MOST_CALLS > fail_at > 2 * stride
+
+
+class UnpluggedFs(QuickFs):
+    """A volume whose mount point cannot be made again while it is away."""
+
+    is_away = False
+
+    def make_parents(self, path: str) -> None:
+        if self.is_away:
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+        super().make_parents(path)
+
+
+async def test_what_is_on_an_unplugged_volume_is_there_when_it_is_back(scratch: Path) -> None:
+    """D4, D7: who asks meanwhile misses, the disk fails, and not a file or a byte is forgotten."""
+    directory, system = scratch / "state", UnpluggedFs()
+    async with running(directory, system) as actors:
+        await actors.loaded()
+        for tokens in KEPT:
+            await actors.put(tokens)
+        assert (await actors.flush()).failed == 0
+    async with running(directory, system) as actors:
+        await actors.loaded()
+        held = (await actors.report()).ssd_bytes
+        system.is_away = True
+        directory.rename(scratch / "away")
+        assert await actors.take(KEPT[0]) == 0
+        await actors.until(lambda report: not report.disk["healthy"])
+        (scratch / "away").rename(directory)
+        system.is_away = False
+        await actors.healthy()
+        for tokens in KEPT:
+            assert await actors.take(tokens) == len(tokens)
+        report = await actors.report()
+        assert report.ssd_bytes == held
+        assert report.disk["missing"] == 0
+
+
+async def test_a_deleted_directory_is_noticed_by_whoever_reads_first(scratch: Path) -> None:
+    """D7: it is made again then, what it held no longer counts, and can be stored again."""
+    async with running(scratch / "state", QuickFs()) as actors:
+        await actors.loaded()
+        await actors.put(KEPT[0])
+        await actors.flush()
+    async with running(scratch / "state", QuickFs()) as actors:
+        await actors.loaded()
+        shutil.rmtree(scratch / "state")
+        assert await actors.take(KEPT[0]) == 0
+        await actors.until(lambda report: not report.entries)
+        assert (await actors.put(KEPT[0])).new_bytes > 0
+        assert (await actors.flush()).failed == 0

@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import stat
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -66,6 +67,7 @@ class Desk:
         self.prefetcher = prefetcher
         self.store = store
         self.quarantined = 0
+        self.directory_missed = 0
         self._heard = heard
 
     async def tell(self, message: ActorMessage, handle: object = None) -> None:
@@ -98,8 +100,9 @@ async def running(
     outbox, inbox = trio.open_memory_channel[Envelope](1000)
     desk: Desk
     prefetcher = Prefetcher(
-        store, outbox, config or PrefetcherConfig(), lambda: setattr(desk, "quarantined", 1)
-    )
+        store, outbox, config or PrefetcherConfig(), lambda: setattr(desk, "quarantined", 1),
+        lambda: setattr(desk, "directory_missed", desk.directory_missed + 1),
+    )  # fmt: skip
     desk = Desk(prefetcher, store, inbox)
     try:
         async with trio.open_nursery() as nursery:
@@ -333,6 +336,57 @@ async def test_a_missing_file_is_missing(tmp_path: Path) -> None:
         outcome, file = await desk.read(1, entry)
         assert (outcome.missing, outcome.damaged, file) == (True, False, None)
         assert desk.quarantined == 0
+
+
+@pytest.mark.parametrize("away", [".", SEGMENTS])
+async def test_a_directory_that_is_away_says_nothing_of_its_files(
+    tmp_path: Path, away: str
+) -> None:
+    """D4, D7: a volume that is unplugged has lost none of them; the disk is looked at instead."""
+    state = tmp_path / "state"
+    (entry,) = stored(state, large(1))
+    async with running(state) as desk:
+        (state / away).resolve().rename(tmp_path / "away")
+        outcome, file = await desk.read(1, entry)
+        assert (outcome.missing, outcome.damaged, file) == (False, False, None)
+        assert outcome.error
+        image = memory.create(entry.data_bytes)
+        await desk.tell(PromoteImage(entry), image)
+        message, _ = await desk.hear()
+        assert isinstance(message, Promoted)
+        assert (message.missing, message.damaged) == (False, False)
+        assert message.error
+        assert desk.directory_missed == 2
+        (tmp_path / "away").rename((state / away).resolve())
+        await desk.tell(PromoteImage(entry), image)
+        message, _ = await desk.hear()
+        assert message == Promoted(entry.header.id)
+        image.free()
+        statistics = desk.prefetcher.statistics()
+        assert (statistics.transient, statistics.missing) == (2, 0)
+
+
+@pytest.mark.parametrize("is_damaged", [True, False])
+async def test_a_directory_that_goes_away_in_a_read_has_lost_nothing(
+    tmp_path: Path, *, is_damaged: bool
+) -> None:
+    """D4: neither a file that cannot be put aside is gone, nor one without schema damaged."""
+    state = tmp_path / "state"
+    (entry,) = stored(state, segment())
+
+    class Unplugged(QuickFs):
+        def status(self, descriptor: int) -> os.stat_result:
+            if state.exists() and not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+                state.rename(tmp_path / "away")
+            return super().status(descriptor)
+
+    async with running(state, Unplugged()) as desk:
+        with (state / SEGMENTS / entry.path).open("ab") as damaged:
+            damaged.write(b"!" * is_damaged)
+        outcome, _ = await desk.read(1, entry)
+        assert (outcome.missing, outcome.damaged) == (False, False)
+        assert desk.directory_missed == 1
+        assert desk.prefetcher.statistics().damaged == is_damaged
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,27 @@ def test_the_quarantine_of_an_earlier_run_is_counted(store: Store) -> None:
     later.close()
 
 
+def test_a_scan_whose_directory_goes_away_is_not_complete(tmp_path: Path) -> None:
+    """D7, D10: what it did not find may be on an unplugged volume, and is looked for again."""
+    state = tmp_path / "state"
+
+    class Unplugged(QuickFs):
+        def open_file(self, name: str, within: int) -> int:
+            if state.exists():
+                state.rename(tmp_path / "away")
+            return super().open_file(name, within)
+
+    writer = Store(state, QuickFs(), min_free_bytes=0)
+    writer.prepare()
+    write(writer, segment())
+    writer.close()
+    store = Store(state, Unplugged(), min_free_bytes=0)
+    store.prepare()
+    with pytest.raises(OSError, match="not where it was"):
+        found(store)
+    store.close()
+
+
 @pytest.mark.parametrize("bound", [13, 14])
 def test_batches_are_bounded_by_their_tokens_too(
     store: Store, monkeypatch: pytest.MonkeyPatch, bound: int

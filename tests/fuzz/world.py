@@ -214,7 +214,10 @@ async def running(state_dir: Path | None, *, is_real_time: bool) -> AsyncIterato
             store = Store(state_dir, QuickFs(), min_free_bytes=0)
             ssd_tier = SsdTier(store, world.ram_tier.mailbox, SsdTierConfig())
             prefetcher = Prefetcher(
-                store, world.ram_tier.mailbox, quarantined=ssd_tier.others_changed
+                store,
+                world.ram_tier.mailbox,
+                quarantined=ssd_tier.others_changed,
+                directory_missed=ssd_tier.directory_missed,
             )
             world.prefetcher = prefetcher
             world.ram_tier.connect(ssd=ssd_tier.mailbox, prefetcher=prefetcher.mailbox)
