@@ -4,8 +4,8 @@ It owns the RAM target, which is the cap but for times of pressure:
 
     unknown, normal   the whole cap, reached again step by step after pressure (rule M4)
     warn              its `RamConfig.pressure_target`: durable victims leave without I/O (M2)
-    critical          nothing: the rest is made durable and leaves; without an SSD tier it is
-                      dropped (M3)
+    critical          nothing: the rest is made durable and leaves; what never will be, since
+                      there is no SSD tier or the write policy leaves it out, is dropped (M3)
 
 The target bounds what puts and promotions may reserve at any level. Leased, pinned and granted
 bytes are never touched (T10); what they hold leaves when they end, since `respond` runs after every
@@ -92,12 +92,12 @@ class PressureDesk:
         if not self._ram.is_reduced:
             self._next_attempt = None  # a cap of 0 has nothing to release
             return
+        is_critical = self.level is Level.CRITICAL
+        if is_critical:
+            self._drop_unwanted()  # the durable beginnings of what it drops can leave then
         self._release_durable()
-        if self.level is Level.CRITICAL:
-            if self._index.ssd_on:
-                self._make_durable(now)
-            else:
-                self._drop_all()
+        if is_critical and self._index.ssd_on:
+            self._make_durable(now)
 
     @property
     def next_deadline(self) -> float | None:
@@ -162,8 +162,13 @@ class PressureDesk:
             if self._excess(self._ram.target_bytes) <= 0:
                 break
 
-    def _drop_all(self) -> None:
+    def _drop_unwanted(self) -> None:
+        """Drop what is not durable and never will be (rules E4, M3)."""
+        if self._writes.wants_all:
+            return  # not after every message through all that waits for the disk
         for victim in self._index.ram_victims.in_order():
+            if victim.is_bound_for_disk or not self._writes.is_unwanted(victim):
+                continue
             self._counters["dropped_images"] += 1
             self._index.evicted_memory.remember(victim, "pressure")
             self._release(victim)

@@ -50,6 +50,7 @@ class WriteDesk:
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
         self._index = shared.index
+        self._least_uses = USES_TO_WRITE[shared.config.write_policy]
         self._queue: deque[tuple[Entry, float]] = deque()
         self._writing: Entry | None = None
         self._reserved_bytes = 0
@@ -86,14 +87,29 @@ class WriteDesk:
         """Queue ``entries`` that are not durable, behind any of their ancestors that are not."""
         if not self._index.ssd_on:
             return
-        least_uses = USES_TO_WRITE[self._shared.config.write_policy]
         for entry in entries:
-            if entry.uses < least_uses:
+            if self.is_unwanted(entry):
                 self._refuse_for_now(entry)
                 continue
             for link in _chain(entry):
                 if link.file is None and link.write in (WriteState.IDLE, WriteState.REFUSED):
                     self._enqueue_one(link, now)
+
+    @property
+    def wants_all(self) -> bool:
+        """Whether no entry is `is_unwanted`."""
+        return self._index.ssd_on and not self._least_uses
+
+    def is_unwanted(self, entry: Entry) -> bool:
+        """Whether ``entry`` will never be written as it is used now: no tier, or the policy (D6).
+
+        What files hang on is wanted: they would go with it.
+        """
+        if not self._index.ssd_on:
+            return True
+        return entry.uses < self._least_uses and not (
+            isinstance(entry, Segment) and entry.durable_dependents
+        )
 
     def _refuse_for_now(self, entry: Entry) -> None:
         """Not worth a write yet (rule D6); its next hit brings it here again."""

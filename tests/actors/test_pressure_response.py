@@ -243,6 +243,64 @@ def test_critical_without_a_disk_drops() -> None:
     assert put(core, 4) == wire.Declined(reason="pressure")
 
 
+def test_critical_drops_what_the_policy_never_writes() -> None:
+    """M3, D6: as without a disk; what was hit often enough is written first, and leaves then."""
+    core, disk = with_disk(write_policy="second-hit")
+    for name in (1, 2, 3):
+        put(core, name)
+    for _ in range(2):
+        read(core, 2)
+    press(core, "critical")
+    assert in_ram(core) == {2}
+    assert pressure(core)["dropped_images"] == 2
+    reply = take(core, 1).reply
+    assert isinstance(reply, wire.Miss)
+    assert reply.reason == "pressure"
+    disk.settle()
+    assert core.index.ram.bytes == 0
+    assert len(disk.files) == 1
+    assert pressure(core)["failed_attempts"] == 0
+
+
+def test_critical_drops_an_unwritten_end_and_then_what_is_durable() -> None:
+    """M3: a durable beginning leaves with the end that is never written, and stays on SSD."""
+    core, disk = with_disk(write_policy="second-hit", write_delay_seconds=0.0)
+    put(core, 1)
+    for _ in range(2):
+        read(core, 1)
+    disk.settle()
+    (beginning,) = core.index.entries.values()
+    assert beginning.file is not None
+    branch = wire.Offer("plain", packed(1, more=30), encoded("plain"), seconds_left=0.0)
+    beginning.uses = 0  # as after a restart: the end inherits none
+    core.reply(1, wire.Commit(core.reply(1, branch).put))
+    assert len(core.index.entries) == 2
+    press(core, "critical")
+    assert core.index.ram.bytes == 0
+    assert list(core.index.entries.values()) == [beginning]
+
+
+def test_critical_drops_nothing_that_is_lent_until_it_is_back() -> None:
+    """M3, E10: also not what the policy never writes."""
+    core, _ = with_disk(write_policy="second-hit")
+    put(core, 1)
+    lease = take(core, 1).reply
+    press(core, "critical")
+    assert in_ram(core) == {1}
+    assert isinstance(lease, wire.Hit)
+    core.call(1, wire.Release(lease.lease))
+    assert in_ram(core) == set()
+
+
+def test_warn_drops_nothing_that_the_policy_never_writes() -> None:
+    """M2: at warn nothing is destroyed."""
+    core, _ = with_disk(write_policy="second-hit")
+    for name in range(1, 7):
+        put(core, name)
+    press(core, "warn")
+    assert in_ram(core) == {1, 2, 3, 4, 5, 6}
+
+
 def test_a_failed_write_stops_the_attempt() -> None:
     """M3: where a write fails the entry stays, and the disk is not asked again at once."""
     core, disk = with_disk()
