@@ -72,8 +72,7 @@ class ObjectDesk:
     ) -> None:  # fmt: skip
         self.counters.object_hits += 1
         lease = self._takes.lend(session, [Lent(entry, 0, 0)], files)
-        if entry.attached:
-            self._index.use((entry,), now)
+        self._takes.use((entry,), now)
         offset = files[0].data_offset if files else 0
         answer.set(
             Hit(lease=lease.id, length=0, tier=tier, parts=(Part(entry.spec, 0, 0, offset),)),

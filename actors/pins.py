@@ -62,7 +62,7 @@ class PinDesk:
         pin = Pin(next(self._shared.numbers), session, entries, lookup.any_length, answer)
         self.pins[pin.id] = pin
         self._index.keep(entries)
-        self._index.use(entries, now)
+        self._takes.use(entries, now)
         self._labels.mark(request.namespace, request.label, segments[-1], lookup.any_length, now)
         on_disk = {i: p.entry for i, p in enumerate(lent) if p.entry.memory is None}
         if not on_disk:

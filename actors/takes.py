@@ -4,6 +4,7 @@ A hit holds its images until the lease ends (rule L1). What is on SSD only is ve
 Prefetcher first; if that fails the best RAM prefix serves (rule T8).
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -316,6 +317,15 @@ class TakeDesk:
         assert lookup.namespace is not None
         return self.lend(session, parts_of(lookup.namespace.schema, lookup.path, length, available))
 
+    def use(self, entries: Iterable[Entry], now: float) -> None:
+        """Count a hit on ``entries``, given with ancestors before descendants (rules E9, D6).
+
+        Whoever finds something for a client counts it here: the writer hears of it as well.
+        """
+        used = [entry for entry in entries if entry.attached]
+        self._index.use(used, now)
+        self.used += [entry for entry in used if entry.file is None]
+
     def lend(
         self, session: int, lent: list[Lent], files: dict[int, OpenFile] | None = None
     ) -> Lease:
@@ -341,9 +351,7 @@ class TakeDesk:
         steps = lookup.path.cut(length).steps
         used: list[Entry] = [step.segment for step in steps]
         used.extend(p.entry for p in lease.lent if p.use_start == p.use_end)
-        used = [entry for entry in used if entry.attached]
-        self._index.use(used, now)
-        self.used += [entry for entry in used if entry.file is None]
+        self.use(used, now)
         self.counters.tokens_reused += length
         self._labels.count_take(take.namespace, take.label, length)
         if steps[-1].segment.attached:
