@@ -34,18 +34,29 @@ def memory_bytes() -> int:
 
 def volume_bytes(directory: Path) -> int:
     """Size of the volume on which ``directory`` lies or will be created."""
-    return shutil.disk_usage(_existing(directory)).total
+    return _usage(directory)[0]
 
 
 def free_bytes(directory: Path) -> int:
     """Free space of that volume, for this user."""
-    return shutil.disk_usage(_existing(directory)).free
+    return _usage(directory)[1]
 
 
-def _existing(directory: Path) -> Path:
-    while not directory.exists():
-        directory = directory.parent
-    return directory
+def _usage(directory: Path) -> tuple[int, int]:
+    """Return total and free bytes where ``directory`` lies, or the nearest above that can be asked.
+
+    It may be missing, closed to this user, or beyond what the system takes as a path: whoever uses
+    it says so, and tries again later (rule D7). Its cap is no reason not to start.
+    """
+    while True:
+        try:
+            usage = shutil.disk_usage(directory)
+        except OSError:
+            if directory == directory.parent:
+                raise
+            directory = directory.parent
+        else:
+            return usage.total, usage.free
 
 
 def raise_descriptor_limit() -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from os.path import realpath
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
@@ -43,7 +44,7 @@ def check_differences(
     """Compare what the daemon uses with what it would use if it were started again now."""
     used = in_force(configured, report)
     differences: list[str] = []
-    if used.ssd_bytes and used.state_dir.resolve() != configured.state_dir.resolve():
+    if used.ssd_bytes and realpath(used.state_dir) != realpath(configured.state_dir):
         differences.append(f"state_dir is {used.state_dir}, not {configured.state_dir}")
     if _differ(used.ram_bytes, configured.ram_bytes):
         differences.append(

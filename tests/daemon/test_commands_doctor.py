@@ -241,6 +241,22 @@ def test_caps_that_do_not_fit_the_machine_are_warnings(directory: Path) -> None:
     }
 
 
+def test_a_state_directory_that_leads_nowhere_is_compared_all_the_same(directory: Path) -> None:
+    """D7: the daemon runs with it, on RAM alone; doctor says so and does not fail itself."""
+    (directory / "loop").symlink_to(directory / "loop")
+    configured = config.load(
+        Options(state_dir=directory / "loop" / "state", ssd_bytes="1GiB"), socket=directory / "s"
+    )
+    ram = {
+        "ram_bytes_cap": configured.ram_bytes, "ssd_bytes_cap": configured.ssd_bytes,
+        "images_cap": configured.max_images,
+    }  # fmt: skip
+    report = {"daemon": {"state_dir": str(configured.state_dir)}, "ram_tier": ram, "ssd_tier": {}}
+    assert not list(check_differences(configured, report))
+    found = {one.what: one.level for one in command.check_storage(configured, None)}
+    assert found["state directory"] == "failed"
+
+
 def test_doctor_prints_each_finding_with_its_fix(directory: Path) -> None:
     """For people: a level, what, the detail, and an arrow with what to do."""
     shown = invoke("doctor", environment={"PREFIXCACHED_SOCKET": str(directory / "s")})

@@ -1,8 +1,13 @@
 """Configuration: sizes, places, and limits drawn from the machine."""
 
+import errno
+import os
 import resource
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,6 +75,36 @@ def test_the_ssd_tier_never_takes_more_than_its_bound(monkeypatch: pytest.Monkey
     assert config.ssd_bytes("auto", Path("/")) == 50 << 30
     monkeypatch.setattr(resources, "free_bytes", lambda directory: 8 << 40)
     assert config.ssd_bytes("auto", Path("/")) == 100 << 30
+
+
+@pytest.mark.parametrize("size", ["auto", "10%", "1GiB"])
+@pytest.mark.parametrize("obstacle", ["missing", "too-long", "file", "loop", "closed"])
+def test_a_state_directory_that_cannot_be_looked_at_is_no_reason_not_to_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, obstacle: str, size: str
+) -> None:
+    """D7: the caps are those of the volume above it; what is wrong says the SSD tier."""
+    directory = tmp_path / ("x" * 300 if obstacle == "too-long" else obstacle) / "state"
+    if obstacle == "file":
+        directory.parent.write_bytes(b"")
+    elif obstacle == "loop":
+        directory.parent.symlink_to(directory.parent)
+    elif obstacle == "closed":  # root, as which tests may run, can enter everything
+        monkeypatch.setattr(shutil, "disk_usage", closed(directory.parent))
+    loaded = config.load(Options(state_dir=directory, ssd_bytes=size), socket=tmp_path / "s")
+    assert 0 < loaded.ssd_bytes <= resources.volume_bytes(tmp_path)
+    assert loaded.state_dir == directory
+
+
+def closed(directory: Path) -> Callable[..., Any]:
+    """As `shutil.disk_usage`, for a user who may not enter ``directory``."""
+    real = shutil.disk_usage
+
+    def look(path: Path) -> Any:
+        if directory in path.parents:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path)
+
+    return look
 
 
 @pytest.mark.parametrize(
