@@ -20,6 +20,7 @@ from prefixcached.actors.mailbox import UNBOUNDED, Inbox, Outbox
 from prefixcached.actors.reading import DirectoryGoneError, Identity, VerifiedFile
 from prefixcached.actors.storage_format import DamagedFile
 from prefixcached.actors.store import Store
+from prefixcached.actors.store_directory import StoreUnusableError
 from prefixcached.protocol import limits
 from prefixcached.protocol.actor_messages import (
     ActorMessage,
@@ -328,10 +329,10 @@ class Prefetcher:
         return _Outcome(str(error), damaged=True)
 
     def _put_aside(self, entry: FileEntry, reason: str) -> None:
-        """Quarantine a file; FileNotFoundError only where its directory still stands."""
+        """Quarantine a file; DirectoryGoneError where that fails for want of the directory."""
         try:
             self._store.quarantine(entry, reason)
-        except FileNotFoundError:
+        except (FileNotFoundError, StoreUnusableError):
             self._store.reader.require_directory()
             raise
 

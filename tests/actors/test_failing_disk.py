@@ -189,10 +189,10 @@ class UnpluggedFs(QuickFs):
 
     is_away = False
 
-    def make_parents(self, path: str) -> None:
+    def make_directory(self, name: str, within: int | None = None) -> bool:
         if self.is_away:
             raise OSError(errno.EACCES, os.strerror(errno.EACCES))
-        super().make_parents(path)
+        return super().make_directory(name, within)
 
 
 async def test_what_is_on_an_unplugged_volume_is_there_when_it_is_back(scratch: Path) -> None:
