@@ -12,7 +12,7 @@ from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 
 from prefixcached.client.cache import Cache
 from prefixcached.client.fingerprint import fingerprint, is_distributed, namespace
-from prefixcached.client.kv import Attachments, UnsupportedCacheError, description
+from prefixcached.client.kv import Attachments, OwnCaches, UnsupportedCacheError, description
 from prefixcached.client.results import Declined, Hit, Miss, Stored
 
 DISABLED: Final = "disabled"
@@ -21,7 +21,7 @@ DISABLED: Final = "disabled"
 _logger = logging.getLogger(__name__)
 
 
-class FetchedKv(list[Any]):
+class FetchedKv(OwnCaches):
     """The caches of a `PromptCache.fetch`: a list like mlx-lm's own.
 
     While it lives, other processes may wait for what its owner is computing (rule Q1). That ends
@@ -43,9 +43,6 @@ class FetchedKv(list[Any]):
         """Say that the rest of the prompt will not be computed here after all."""
         for claim in self._claims:
             claim.end()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return list, (list(self),)
 
 
 class PromptCache:
@@ -101,8 +98,7 @@ class PromptCache:
 
     def fresh(self) -> list[Any]:
         """Return empty caches for this model."""
-        caches: list[Any] = make_prompt_cache(self.model, self.max_kv_size)
-        return caches
+        return OwnCaches(make_prompt_cache(self.model, self.max_kv_size))
 
     def fetch(
         self, tokens: Sequence[int], wait: float = 0.0, session: str | None = None

@@ -1,6 +1,6 @@
 """mlx-lm's cache objects in protocol terms, and back. Knows nothing of sockets or daemons."""
 
-from prefixcached.client.kv.adapter import Adapter, Leaf, Target
+from prefixcached.client.kv.adapter import Adapter, Leaf, OwnCaches, Target
 from prefixcached.client.kv.adapters import (
     AppendAdapter,
     ChunkAdapter,
@@ -26,6 +26,7 @@ __all__ = [
     "ChunkAdapter",
     "IncomparableKvError",
     "Leaf",
+    "OwnCaches",
     "Restoration",
     "RingAdapter",
     "Snapshot",

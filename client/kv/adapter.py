@@ -43,6 +43,18 @@ class Leaf:
     state: Any = None
 
 
+class OwnCaches(list[Any]):
+    """Caches that were never part of a batch: the lists of `take`, `fetch` and `fresh`.
+
+    What mlx-lm extracts from a batch of rotating caches may have padding before the window, which
+    nothing tells from tokens. So of any other list only the rows of the window are believed (rule
+    T13). Copies are plain lists.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return list, (list(self),)
+
+
 class Target(NamedTuple):
     """A cache to restore.
 

@@ -94,7 +94,7 @@ class RingAdapter(Adapter):
         if not has_rotated:
             rows = min(rows, index)
         if rows >= offset:
-            spans = [Span(0, offset, 0)]
+            spans = [Span(0, offset, rows - offset)]  # padding of a batch may stand before them
         else:
             spans = _ring(offset, rows, keep, index if has_rotated else rows)
         oldest = offset - (rows - keep)

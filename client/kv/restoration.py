@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from prefixcached.client.kv import attachments as attachments_module
 from prefixcached.client.kv import description
-from prefixcached.client.kv.adapter import Target
+from prefixcached.client.kv.adapter import OwnCaches, Target
 from prefixcached.client.kv.attachments import Attachment
 from prefixcached.client.kv.buffers import (
     all_integers,
@@ -106,7 +106,7 @@ class Restoration:
         if "attachments" in metadata:
             self.attachments = attachments_module.decode(metadata["attachments"], arrays)
         self._arrays = {}
-        return description.assemble(self._nodes, built)
+        return OwnCaches(description.assemble(self._nodes, built))
 
     def _assign_rows(self) -> None:
         """Decide which part each row comes from; the nearest to the end where several have it."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from prefixcached.client.kv import attachments as attachments_module
 from prefixcached.client.kv import description
-from prefixcached.client.kv.adapter import Leaf
+from prefixcached.client.kv.adapter import Leaf, OwnCaches
 from prefixcached.client.kv.attachments import Attachments
 from prefixcached.client.kv.buffers import DTYPE_NAMES, all_integers, flat_bytes, integers
 from prefixcached.client.kv.description import ReadLeaf
@@ -34,7 +34,7 @@ from prefixcached.client.kv.placement import (
 from prefixcached.protocol import limits
 from prefixcached.protocol.image import Extent, ImageKind, ImageSpec, StateTensor, WindowRows
 from prefixcached.protocol.ranges import clip, covers, merge
-from prefixcached.protocol.schema import Kind, Range, Schema, TensorSpec, Window
+from prefixcached.protocol.schema import Kind, Range, Schema, TensorSpec, Window, WindowShape
 
 MAX_OFFSET_GAP: Final = 8
 """Tokens that a cache and its count may differ by: speculative decoding leaves a few (rule P1).
@@ -77,7 +77,8 @@ class Snapshot:
         self._views: dict[str, NDArray[Any]] = {}
         self._lent: list[memoryview] = []
         mx.eval([array for _, array in self._leaves.values()], list(state.values()))
-        self._spans = {path: _real_spans(leaf) for path, _, leaf in rows}
+        is_own = isinstance(caches, OwnCaches)
+        self._spans = {path: _real_spans(leaf, is_own=is_own) for path, _, leaf in rows}
         self.windows, groups = self._stored_windows(rows)
         self.schema = Schema(
             tensors=tuple(_specs(rows, groups)),
@@ -226,14 +227,22 @@ def _covered(leaves: Sequence[ReadLeaf], count: int) -> int:
     return min([count, *offsets.values()])
 
 
-def _real_spans(leaf: Leaf) -> tuple[Span, ...]:
-    """Return the leaf's spans, less a restored ring's filler row, which holds zeros."""
+def _real_spans(leaf: Leaf, *, is_own: bool) -> tuple[Span, ...]:
+    """Return the leaf's spans, less what may be no token's.
+
+    That is a restored ring's filler row, which holds zeros, and in caches that may come from a
+    batch (`OwnCaches`) what stands before the window. A batch keeps no first rows.
+    """
     for start, end in leaf.doubtful:
         (move,) = transfers(leaf.spans, packed([(start, end)]), [(start, end)])
         rows = (integers(array)[..., move.source, :] for array in leaf.arrays.values())
         if not any(row.any() for row in rows):
             return without(leaf.spans, leaf.doubtful)
-    return leaf.spans
+    window = leaf.window
+    if is_own or window is None or window.keep or window.shape is not WindowShape.RING:
+        return leaf.spans
+    oldest = (leaf.offset or 0) - window.size
+    return without(leaf.spans, [(0, oldest)]) if oldest > 0 else leaf.spans
 
 
 def _specs(rows: Sequence[ReadLeaf], groups: dict[Window, int]) -> Iterator[TensorSpec]:

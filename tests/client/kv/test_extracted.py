@@ -5,8 +5,10 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
+from prefixcached.client.kv import UnusableImageError
 from tests.client.kv.loopback import Store, build, forward, prefill
 from tests.client.kv.test_loopback import assert_same_continuation
 from tests.support import models
@@ -59,3 +61,37 @@ def test_a_row_extends_what_another_began() -> None:
     assert [cache.offset for cache in again] == [21] * len(again)
     assert forward(model, again, [7]).shape[1] == 1
     assert_same_continuation(model, row, store.take(21), tokens[30:33])
+
+
+def test_what_stands_before_the_window_of_a_row_is_not_believed() -> None:
+    """T13: a batch that computes prompts of unequal length leaves padding before their windows.
+
+    mlx-lm never reads it; a prompt that leaves this one a little earlier would.
+    """
+    model = build("exaone4")
+    prompts = [models.tokens("exaone4", count, seed=count) for count in (70, 23, 41, 9)]
+    generator = BatchGenerator(model, prefill_batch_size=4, prefill_step_size=32)
+    halves = [[prompt[: len(prompt) // 2], prompt[len(prompt) // 2 :]] for prompt in prompts]
+    generator.insert_segments(segments=halves, max_tokens=[3] * len(prompts))
+    extracted: list[tuple[list[int], list[Any]]] = []
+    while (said := generator.next()) != ([], []):
+        prompt_said, answer_said = said
+        ended = [one.uid for one in prompt_said if one.end_of_segment and not one.end_of_prompt]
+        extracted += [(list(key), kv) for kv, key in generator.extract_cache(ended).values()]
+        extracted += [(list(a.all_tokens), a.prompt_cache) for a in answer_said if a.finish_reason]
+    assert len(extracted) >= 2 * len(prompts)
+    usable = 0
+    for tokens, kv in extracted:
+        store = Store()
+        store.put(kv, tokens)
+        for length in range(1, len(tokens) + 1):
+            try:
+                restored = store.take(length)
+            except UnusableImageError:
+                continue  # its window is not there, so a daemon would not lend it
+            alone = make_prompt_cache(model)
+            prefill(model, alone, tokens[:length])
+            expected, found = (forward(model, cache, [7]) for cache in (alone, restored))
+            assert mx.allclose(expected, found, atol=1e-3).item(), (len(tokens), length)
+            usable += 1
+    assert usable >= len(extracted)

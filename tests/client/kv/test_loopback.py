@@ -13,6 +13,7 @@ from mlx_lm.models.cache import (
     trim_prompt_cache,
 )
 
+from prefixcached.client.kv import OwnCaches
 from tests.client.kv.loopback import Store, build, forward, leaves, prefill, same_bits
 from tests.support import models
 
@@ -75,7 +76,7 @@ def test_prefix_of_an_entry(name: str, position: int) -> None:
 def test_prefix_within_a_window(name: str) -> None:
     """T13: rows beyond need make an earlier position usable, as if the prefill had ended there."""
     model, tokens = build(name), models.tokens(name, ENTRY)
-    stopped, producer = make_prompt_cache(model), make_prompt_cache(model)
+    stopped, producer = make_prompt_cache(model), OwnCaches(make_prompt_cache(model))
     prefill(model, stopped, tokens[:30])
     prefill(model, producer, tokens, boundaries=(30,))
     store = Store()
