@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
-import inspect
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -183,12 +182,10 @@ class _Sources:
         found = set()
         for base in cls.__mro__:
             for value in vars(base).values():
-                function = inspect.unwrap(getattr(value, "__func__", getattr(value, "fget", value)))
-                if not isinstance(function, FunctionType):
-                    continue
-                if not function.__code__.co_filename.startswith(_MLX):
-                    found.add(self._text(function.__code__))
-                    found |= _enclosed(function)
+                for function in _layers_of(value):
+                    if not function.__code__.co_filename.startswith(_MLX):
+                        found.add(self._text(function.__code__))
+                        found |= _enclosed(function)
         return found
 
     def _text(self, code: CodeType) -> str:
@@ -201,6 +198,17 @@ class _Sources:
                 self._texts[file] = None
         text = self._texts[file]
         return _instructions(code) if text is None else text
+
+
+def _layers_of(attribute: object) -> Iterator[FunctionType]:
+    """Yield the function behind a class's attribute, and whatever functions it wraps."""
+    seen: set[int] = set()
+    value: object = getattr(attribute, "__func__", getattr(attribute, "fget", attribute))
+    while value is not None and id(value) not in seen:
+        seen.add(id(value))
+        if isinstance(value, FunctionType):
+            yield value
+        value = getattr(value, "__wrapped__", None)
 
 
 def _enclosed(function: FunctionType) -> set[str]:

@@ -88,6 +88,7 @@ def stream_generate(
                 model, tokenizer, cast(Any, prompt), max_tokens, draft_model, **options
             ),
         )
+    options.pop("prompt_cache", None)
     if draft_model is not None:
         # As mlx-lm: it ignores the size when it speculates.
         options.pop("max_kv_size", None)

@@ -143,12 +143,13 @@ def sharing(generate: Callable[..., Iterator[Any]], shared: SharedPromptCache) -
             if 0 < processed == total - 1:
                 shared.insert_cache(latest.model, latest.tokens[:-1], kv, cache_type="user")
 
-        processors = with_tokens_before(
-            options.get("logits_processors") or [], latest.tokens[: latest.reused]
-        )
-        return generate(
-            **options | {"prompt_progress_callback": progress, "logits_processors": processors}
-        )
+        options["prompt_progress_callback"] = progress
+        # mlx-lm's speculative decoding shows them the end of a prompt alone, reused or not.
+        if options.get("draft_model") is None:
+            options["logits_processors"] = with_tokens_before(
+                options.get("logits_processors") or [], latest.tokens[: latest.reused]
+            )
+        return generate(**options)
 
     return stream_generate
 

@@ -1,6 +1,7 @@
 """What determines a namespace, and what does not (rules N2 and N3)."""
 
 import dataclasses
+import functools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -224,12 +225,14 @@ def test_a_method_that_was_replaced_counts(monkeypatch: pytest.MonkeyPatch) -> N
     """N2: from whatever file, and with what it closes over."""
     found = {fingerprint(model())}
     for factor in (0.5, 2.0):
-        monkeypatch.setattr(llama.Attention, "__call__", _scaled(factor))
-        found.add(fingerprint(model()))
-        monkeypatch.undo()
+        original, scaled = llama.Attention.__call__, _scaled(factor)
+        for replacement in (scaled, functools.wraps(original)(_scaled(factor + 1))):
+            monkeypatch.setattr(llama.Attention, "__call__", replacement)
+            found.add(fingerprint(model()))
+            monkeypatch.undo()
     monkeypatch.setattr(nn.RMSNorm, "__call__", lambda self, x: x)
     found.add(fingerprint(model()))
-    assert len(found) == 4
+    assert len(found) == 6
 
 
 @pytest.mark.parametrize("base", ["llama.Model", "nn.Module"])

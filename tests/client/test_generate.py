@@ -247,6 +247,8 @@ def test_prompt_cache_object(cache: Cache) -> None:
     )
     assert session.shared(session.prompt, max_tokens=5, cache=shared) == (expected, 0)
     assert session.shared(session.prompt, max_tokens=5, cache=shared) == (expected, 59)
+    # The default of mlx-lm's, as whoever wraps it passes on.
+    assert session.shared(session.prompt, max_tokens=5, cache=shared, prompt_cache=None)[1] == 59
     with pytest.raises(ValueError, match="kv_bits=4 contradicts"):
         stream_generate(session.model, session.tokenizer, [1, 2], cache=shared, kv_bits=4)
     with pytest.raises(ValueError, match="another model"):

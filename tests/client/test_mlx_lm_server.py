@@ -254,6 +254,16 @@ def test_a_draft_model(tmp_path: Path, start: Start) -> None:
         assert server.answer(*CONVERSATION[:2])[1] == PROMPT_TOKENS - 1
 
 
+def test_a_draft_model_with_a_penalty(tmp_path: Path, start: Start) -> None:
+    """FIELD 2: what speculative decoding shows a processor does not depend on what is reused."""
+    model, draft = folder(tmp_path), folder(tmp_path, seed=1)
+    with start(model, is_shared=False, draft_model=draft) as server:
+        expected, _ = server.answer(*CONVERSATION[:2], penalty=1.7)
+    for reused in (0, PROMPT_TOKENS - 1):
+        with start(model, draft_model=draft) as server:
+            assert server.answer(*CONVERSATION[:2], penalty=1.7) == (expected, reused)
+
+
 @pytest.mark.parametrize(("name", "flags"), [("llama", {"kv_bits": 8}), ("gemma3_text", {})])
 def test_speculation_that_spoils_the_caches(
     tmp_path: Path, start: Start, name: str, flags: dict[str, Any]
