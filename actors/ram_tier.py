@@ -179,8 +179,8 @@ class RamTier:
             case inner.DiskChanged(healthy=healthy, reason=reason, other_bytes=other):
                 self.index.set_other_bytes(other)
                 self.writes.disk_changed(healthy=healthy, reason=reason, now=now)
-            case inner.Synced(sync=sync):
-                self.writes.synced(sync, now)
+            case inner.Synced(sync=sync, error=error):
+                self.writes.synced(sync, error, now)
             case inner.FilesLost():
                 log.warning("files-lost", images=self.index.lose_all_files())
             case inner.TrashEmptied(allocated_bytes=nbytes, done=done):

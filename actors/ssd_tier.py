@@ -59,9 +59,8 @@ _Result = TypeVar("_Result")
 class SsdTier:
     """The actor. Start it with ``await nursery.start(ssd_tier.run)`` after `Store.prepare`.
 
-    `SyncAll` voids the delays of what is queued, and has the drive drained with the writes that are
-    queued then, or with the next one. When all senders of its mailbox are closed it finishes what
-    is queued, without delays, and returns; a cancel scope around it bounds that.
+    `SyncAll` voids the delays of what is queued. When all senders of its mailbox are closed it
+    finishes what is queued, without delays, and returns; a cancel scope around it bounds that.
 
     Args:
         store: The files. Only this actor writes, deletes, clears and scans.
@@ -90,12 +89,11 @@ class SsdTier:
         self._back_off = BackOff(config.retry_first_seconds, config.retry_most_seconds)
         self._wake = trio.Event()
         self._is_draining = False
-        self._drain_device = False
         self._failure = ""
         self._retry_at = 0.0
         self._wanted_bytes = 0
         self._failed_clears: list[Envelope] = []
-        self._syncs: list[int] = []
+        self._syncs: list[SyncAll] = []
         self._scan_wanted = False
         self._is_loading = False
         self._scanned_paths: set[str] = set()
@@ -175,10 +173,9 @@ class SsdTier:
             case ClearNamespace(namespace=namespace):
                 for dropped in self._queue.add_clear(envelope, namespace):
                     await self._cancelled(dropped.header.id)
-            case SyncAll(sync=sync):
+            case SyncAll():
                 self._queue.hurry()
-                self._drain_device = True
-                self._syncs.append(sync)
+                self._syncs.append(message)
             case DropOthers(wanted_bytes=wanted_bytes):
                 self._others_wanted_bytes += wanted_bytes
             case _:
@@ -256,8 +253,6 @@ class SsdTier:
             await self._report(Written(id_, error=BUDGET_SPENT))
             return
         self._meter.record(nbytes, self._wall_clock())
-        drain = self._drain_device
-        self._drain_device = drain and self._queue.writes > 0
         await self._save_meter()
         started = trio.current_time()
         try:
@@ -267,7 +262,6 @@ class SsdTier:
                 message.tokens,
                 message.schema,
                 image,
-                drain=drain,
             )
         except (SchemaError, ValueError) as error:
             self._counters["writes_failed"] += 1
@@ -336,16 +330,30 @@ class SsdTier:
         await self._report(NamespaceCleared(message.namespace, message.epoch))
 
     async def _sync(self) -> None:
-        """Tell RamTier whether the directory still stands; it may have been deleted (rule D7)."""
+        """Tell RamTier whether the directory still stands; it may have been deleted (rule D7).
+
+        One drain serves all that wait for one: what they wait for is written already.
+        """
         syncs, self._syncs = self._syncs, []
-        if not self._failure:
+        if any(not sync.drain for sync in syncs) and not self._failure:
             try:
                 await self._in_thread(self._store.prepare)
             except OSError as error:
                 await self._fail(error)
         await self._report_lost_files()
+        drained = await self._drain() if any(sync.drain for sync in syncs) else ""
         for sync in syncs:
-            await self._report(Synced(sync))
+            await self._report(Synced(sync.sync, drained if sync.drain else ""))
+
+    async def _drain(self) -> str:
+        """Return why what was written may not survive a loss of power; empty where it does."""
+        try:
+            await self._in_thread(self._store.drain)
+        except OSError as error:
+            if not self._failure:
+                await self._fail(error)
+            return str(error)
+        return ""
 
     async def _report_lost_files(self) -> None:
         """Before any outcome in the directory that was made anew."""

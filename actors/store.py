@@ -1,8 +1,9 @@
 """The store: every operation on the directory's files, synchronous (docs/storage-format.md).
 
-A `Store` belongs to two actors, by method: `SsdTier` calls `prepare`, `scan`, `write`, `delete`,
-`clear`, `empty_trash`, `drop_others`, `probe` and the meter's two, one at a time; the prefetcher
-calls `reader` and `quarantine`, from several threads. Every method blocks and belongs in a thread.
+A `Store` belongs to two actors, by method: `SsdTier` calls `prepare`, `scan`, `write`, `drain`,
+`delete`, `clear`, `empty_trash`, `drop_others`, `probe` and the meter's two, one at a time; the
+prefetcher calls `reader` and `quarantine`, from several threads. Every method blocks and belongs in
+a thread.
 
 Write order (rule D2): 1 schema, where the namespace has none: 2 temporary file, 3 image and tokens,
 4 header, 5 barrier, 6 rename, 7 directory barrier. Step 6 is the commit point: a file that is
@@ -140,17 +141,14 @@ class Store:
         tokens: bytes,
         schema: bytes,
         image: ImageMemory,
-        *,
-        drain: bool = False,
     ) -> FileEntry:
-        """Make one image durable.
+        """Make one image durable; only `drain` makes it survive a loss of power on every drive.
 
         Args:
             header: What the file says of itself; format, schema digest and checksum are filled in.
             tokens: Packed tokens, as many as `tokens_count` says.
             schema: The namespace's encoded schema; empty for an object.
             image: The bytes.
-            drain: Wait until the drive itself has it all, not only the order of it (macOS).
 
         Raises:
             SchemaError: The description contradicts the schema.
@@ -174,10 +172,10 @@ class Store:
         self._reached(CrashPoint.BEFORE_CREATE)
         try:
             self._hold()
-            return self._write(header, image_layout, tokens, schema, image, drain=drain)
+            return self._write(header, image_layout, tokens, schema, image)
         except FileNotFoundError:
             self.prepare()
-            return self._write(header, image_layout, tokens, schema, image, drain=drain)
+            return self._write(header, image_layout, tokens, schema, image)
 
     def _write(
         self,
@@ -186,8 +184,6 @@ class Store:
         tokens: bytes,
         schema: bytes,
         image: ImageMemory,
-        *,
-        drain: bool,
     ) -> FileEntry:
         directory = namespace_directory(header.namespace)
         name = file_name(header.id, header.kind)
@@ -221,7 +217,7 @@ class Store:
                 self.filesystem.close(descriptor)
             try:
                 self._reached(CrashPoint.AFTER_RENAME)
-                self.filesystem.barrier_directory(within, drain=drain)
+                self.filesystem.barrier_directory(within)
             except Exception:
                 # It is whole, and RamTier may send it again; until then its bytes count here.
                 self._waste.add(
@@ -270,6 +266,15 @@ class Store:
             with contextlib.suppress(OSError):
                 size = self._waste.tree_bytes(name, within)
                 self._waste.add(f"{SEGMENTS}/{directory}/{name}", size, foreign=True)
+
+    def drain(self) -> None:
+        """Wait until the drive itself has all that was written, not only the order of it (macOS).
+
+        Raises:
+            OSError: It has not, or the directory is gone.
+        """
+        with self.directory.opened(SEGMENTS) as segments:
+            self.filesystem.barrier_directory(segments, drain=True)
 
     def _check_space(self, descriptor: int, file_bytes: int) -> None:
         free = self.filesystem.free_bytes(descriptor)

@@ -7,6 +7,7 @@ is durable before it (rule P8). Rules E4, E5, D5, D6, D8.
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Final
 
 from prefixcached.actors.desk import Answer, Shared
@@ -25,16 +26,27 @@ USES_TO_WRITE: Final = {"always": 0, "second-hit": 2}
 """Hits that an image must have had before it is written, by the `write_policy` setting (D6)."""
 
 
+class FlushStage(Enum):
+    """What a flush waits for (rule P8)."""
+
+    LOOKS = auto()
+    """SsdTier says whether what was written before is still there (rule D7)."""
+    WRITES = auto()
+    """The remaining images are written."""
+    DRAINS = auto()
+    """The drive has it all."""
+
+
 @dataclass(slots=True, eq=False)
 class FlushWait:
-    """A flush that waits for ``remaining`` images, once SsdTier has answered ``sync``."""
+    """A flush that waits for ``remaining`` images to be written; ``sync`` is its number."""
 
     session: int
     answer: Answer
     sync: int
     remaining: set[str]
     deadline: float
-    is_synced: bool = False
+    stage: FlushStage = FlushStage.LOOKS
     written: int = 0
     skipped: int = 0
     failed: int = 0
@@ -42,6 +54,14 @@ class FlushWait:
     def count(self, outcome: str) -> None:
         """Count an image that became ``outcome``: written, skipped or failed."""
         setattr(self, outcome, getattr(self, outcome) + 1)
+
+    def end(self, *, complete: bool) -> None:
+        """Answer it."""
+        self.answer.set(
+            Flushed(
+                written=self.written, skipped=self.skipped, failed=self.failed, complete=complete
+            )
+        )
 
 
 class WriteDesk:
@@ -126,7 +146,9 @@ class WriteDesk:
     def flush(self, session: int, flush: Flush, answer: Answer, now: float) -> None:
         """Answer once everything visible is durable, or cannot be made so (rule P8).
 
-        SsdTier says first whether what was written before is still there.
+        SsdTier is asked twice: first whether what was written before is still there, and when the
+        rest is written, to have the drive drained. Without that a drive may forget, at a loss of
+        power, what it was told.
         """
         number = next(self._shared.numbers)
         self._flushes.append(
@@ -135,14 +157,21 @@ class WriteDesk:
         if self._index.ssd_on:
             self._shared.orders.ssd(SyncAll(number))
         else:
-            self.synced(number, now)
+            self.synced(number, "", now)
 
-    def synced(self, number: int, now: float) -> None:
-        """SsdTier has looked at its directory: from here on a flush waits for writes alone."""
+    def synced(self, number: int, error: str, now: float) -> None:
+        """SsdTier has looked at its directory: from here on a flush waits for writes.
+
+        The second time it has had the drive drained, if no ``error`` says otherwise.
+        """
         wait = next((wait for wait in self._flushes if wait.sync == number), None)
         if wait is None:  # its client is gone, or its time was over
             return
-        wait.is_synced = True
+        if wait.stage is FlushStage.DRAINS:
+            self._flushes.remove(wait)
+            wait.end(complete=not error)
+            return
+        wait.stage = FlushStage.WRITES
         unwritten = [e for e in self._index.entries.values() if e.file is None]
         self.enqueue(unwritten, now)
         for entry in unwritten:
@@ -280,16 +309,16 @@ class WriteDesk:
     def _answer_flushes(self, now: float) -> None:
         waiting: list[FlushWait] = []
         for wait in self._flushes:
-            is_done = wait.is_synced and not wait.remaining
-            if not is_done and now < wait.deadline:
-                waiting.append(wait)
+            is_written = wait.stage is FlushStage.WRITES and not wait.remaining
+            if is_written and not self._index.ssd_on:
+                wait.end(complete=True)
+            elif now >= wait.deadline:
+                wait.end(complete=False)
             else:
-                wait.answer.set(
-                    Flushed(
-                        written=wait.written, skipped=wait.skipped, failed=wait.failed,
-                        complete=is_done,
-                    )
-                )  # fmt: skip
+                waiting.append(wait)
+                if is_written:
+                    wait.stage = FlushStage.DRAINS
+                    self._shared.orders.ssd(SyncAll(wait.sync, drain=True))
         self._flushes = waiting
 
 

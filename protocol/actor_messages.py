@@ -161,9 +161,13 @@ class Loaded(ActorMessage, frozen=True, tag="loaded"):
 
 
 class Synced(ActorMessage, frozen=True, tag="synced"):
-    """The answer to `SyncAll`: what files were lost without anybody's doing was told before."""
+    """The answer to `SyncAll`: what files were lost without anybody's doing was told before.
+
+    ``error`` says that the drive could not be drained, where that was asked for.
+    """
 
     sync: int
+    error: str = ""
 
 
 class FilesLost(ActorMessage, frozen=True, tag="files-lost"):
@@ -248,9 +252,12 @@ class SyncAll(ActorMessage, frozen=True, tag="sync-all"):
     """Start pending writes at once instead of waiting for their delay (a flush waits).
 
     Once SsdTier has looked whether its directory still stands, it answers `Synced` with ``sync``.
+    With ``drain`` it has the drive drained instead: what was written until then survives a loss of
+    power (rule P8).
     """
 
     sync: int = 0
+    drain: bool = False
 
 
 class DropOthers(ActorMessage, frozen=True, tag="drop-others"):

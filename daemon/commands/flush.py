@@ -44,8 +44,8 @@ MOST_SECONDS: Final = 86400.0
 def flush(socket: Path, timeout: float) -> None:
     """Wait until all that is cached now is on SSD.
 
-    Prints how many images were written, skipped by policy and failed. Ends with 1 if any failed
-    or the time was over first.
+    Prints how many images were written, skipped by policy and failed. Ends with 1 if any failed,
+    the time was over first, or the drive did not confirm it.
     """
     from prefixcached.client import connect
 
@@ -62,7 +62,11 @@ def flush(socket: Path, timeout: float) -> None:
         + ("  (nothing was left to write)" if nothing_left else "")
     )
     if not flushed.complete:
-        click.echo(f"not complete after {timeout:g} seconds; flush again, or --timeout", err=True)
+        click.echo(
+            f"not complete: {timeout:g} seconds were over, or the drive did not confirm it; "
+            "flush again, or --timeout",
+            err=True,
+        )
     if flushed.failed:
         click.echo(
             "some could not be written; `prefixcached status` says why the disk fails; "

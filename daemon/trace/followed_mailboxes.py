@@ -31,6 +31,7 @@ _TOLD: Final = {
     for kind in (
         inner.PressureChanged, inner.RamCapChanged, inner.DiskChanged, inner.FilesLost,
         inner.TrashEmptied, inner.Written, inner.ImageRead, inner.Promoted, inner.NamespaceCleared,
+        inner.Synced,
     )
 }  # fmt: skip
 

@@ -173,7 +173,7 @@ def test_a_flush_whose_client_left_is_nobodys() -> None:
     core.auto_sync = True
     disk.settle()
     while core.syncing:
-        core.send(Synced(core.syncing.pop(0)))
+        core.send(Synced(core.syncing.pop(0).sync))
     disk.settle()
     assert gone.reply is None
     assert isinstance(waiting.reply, wire.Flushed)

@@ -208,33 +208,67 @@ async def test_sync_voids_delays(tmp_path: Path) -> None:
         assert (await desk.hear(Written)).entry is not None
 
 
-async def test_a_flush_drains_the_drive(tmp_path: Path) -> None:
-    """P8: what a flush waits for survives a loss of power; other writes do not pay for that."""
+class DrainsFs(QuickFs):
+    """Notes what gets its final name, and when the drive is drained."""
 
-    class DrainsFs(QuickFs):
-        def __init__(self) -> None:
-            self.drains: list[bool] = []
+    def __init__(self) -> None:
+        self.steps: list[str] = []
+        self.fails = False
 
-        def barrier_directory(self, descriptor: int, *, drain: bool = False) -> None:
-            self.drains.append(drain)
+    def rename(self, name: str, within: int, new_name: str, new_within: int) -> None:
+        super().rename(name, within, new_name, new_within)
+        if new_name.endswith(".safetensors"):
+            self.steps.append("image")
 
+    def barrier_directory(self, descriptor: int, *, drain: bool = False) -> None:
+        if drain:
+            self.steps.append("drain")
+            if self.fails:
+                raise OSError(errno.EIO, "injected")
+
+
+async def test_the_drive_is_drained_when_that_is_asked_for(tmp_path: Path) -> None:
+    """P8: what was written before survives a loss of power then; no write pays for that."""
     system = DrainsFs()
     async with running(tmp_path / "state", system) as desk:
-        await desk.written(segment(seed=1))
-        assert not any(system.drains)
-        later = trio.current_time() + 1000
-        for seed in (2, 3):
-            await desk.write(segment(seed=seed), later)
-        await desk.tell(SyncAll())
-        for _ in range(2):
-            await desk.hear(Written)
-        assert system.drains[-2:] == [True, True]
-        await desk.written(segment(seed=4))
-        assert not system.drains[-1]
-        await desk.tell(SyncAll())
+        await desk.tell(SyncAll(1))
+        await desk.hear(Synced)
+        for seed in (1, 2):
+            await desk.written(segment(seed=seed))
+        await desk.tell(SyncAll(2, drain=True))
+        assert await desk.hear(Synced) == Synced(2)
+        assert system.steps == ["image", "image", "drain"]
+
+
+async def test_one_drain_serves_all_flushes_that_wait_for_one(tmp_path: Path) -> None:
+    """P8: what they wait for is written already."""
+
+    class GatedDrains(GatedFs):
+        drains = 0
+
+        def barrier_directory(self, descriptor: int, *, drain: bool = False) -> None:
+            self.drains += drain
+
+    system = GatedDrains()
+    async with running(tmp_path / "state", system) as desk:
+        await desk.write(segment())
+        await trio.to_thread.run_sync(system.entered.wait)
+        for number in range(3):
+            await desk.tell(SyncAll(number, drain=True))
         await trio.testing.wait_all_tasks_blocked()
-        await desk.written(segment(seed=5))
-        assert system.drains[-1]
+        system.gate.set()
+        assert [(await desk.hear(Synced)).sync for _ in range(3)] == [0, 1, 2]
+        assert system.drains == 1
+
+
+async def test_a_drive_that_cannot_be_drained_is_reported(tmp_path: Path) -> None:
+    """P8, D7: the flush hears why, and the disk counts as failing."""
+    system = DrainsFs()
+    system.fails = True
+    async with running(tmp_path / "state", system) as desk:
+        await desk.tell(SyncAll(1, drain=True))
+        assert "injected" in (await desk.hear(Synced)).error
+        assert not desk.heard_of(DiskChanged)[-1].healthy
 
 
 async def test_thousands_of_deletions_at_once(tmp_path: Path) -> None:

@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 
 from prefixcached.protocol import messages as wire
-from prefixcached.protocol.actor_messages import DeleteFile, FilesLost, Synced, WriteImage
+from prefixcached.protocol.actor_messages import (
+    DeleteFile,
+    FilesLost,
+    SyncAll,
+    Synced,
+    WriteImage,
+)
 from tests.support.core import PAGE, Core, small_config
 from tests.support.core_checks import check_core, check_disk_idle
 from tests.support.core_client import Client, sequence
@@ -107,7 +113,8 @@ def test_a_flush_learns_first_that_all_files_are_gone() -> None:
     core.send(FilesLost())
     assert core.index.ssd.bytes_by_state["durable"] == 0
     assert len(core.index.entries) == 1
-    core.send(Synced(core.syncing.pop()))
+    core.auto_sync = True
+    core.send(Synced(core.syncing.pop().sync))
     disk.settle()
     assert slot.reply == wire.Flushed(written=1, skipped=0, failed=0)
     check_core(core)
@@ -137,6 +144,38 @@ def test_a_flush_that_runs_out_of_time_is_incomplete() -> None:
     assert slot.reply is None
     core.advance(0.2)
     assert slot.reply == wire.Flushed(written=0, skipped=0, failed=0, complete=False)
+
+
+def test_a_flush_has_the_drive_drained_behind_its_last_write() -> None:
+    """P8: what it confirms survives a loss of power, also what was written long before it."""
+    core, disk, client = two_tiers()
+    for number_of_images in (3, 0):
+        for salt in range(number_of_images):
+            client.store(sequence(10, salt))
+        core.auto_sync = False
+        slot = client.flush()
+        (looks,) = core.syncing
+        core.syncing.clear()
+        core.send(Synced(looks.sync))
+        for _ in range(number_of_images):
+            assert not core.syncing, "not everything is written yet"
+            disk.step()
+        assert core.syncing == [SyncAll(looks.sync, drain=True)]
+        assert slot.reply is None
+        core.send(Synced(core.syncing.pop().sync))
+        assert slot.reply == wire.Flushed(written=number_of_images, skipped=0, failed=0)
+
+
+def test_a_flush_without_a_drain_is_incomplete() -> None:
+    """P8: it claims nothing that a loss of power may take."""
+    core, disk, client = two_tiers()
+    client.store(sequence(10))
+    core.auto_sync = False
+    slot = client.flush()
+    core.send(Synced(core.syncing.pop().sync))
+    disk.step()
+    core.send(Synced(core.syncing.pop().sync, error="the drive fails"))
+    assert slot.reply == wire.Flushed(written=1, skipped=0, failed=0, complete=False)
 
 
 def test_a_flush_waits_for_what_absorbed_its_images() -> None:

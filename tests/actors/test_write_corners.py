@@ -144,7 +144,7 @@ def test_who_leaves_before_the_disk_has_looked_gets_no_answer() -> None:
     core.auto_sync = False
     slot = client.flush()
     core.gone(1)
-    core.send(Synced(core.syncing.pop()))
+    core.send(Synced(core.syncing.pop().sync))
     assert slot.reply is None
     assert Client(core, 2).contains(sequence(10))
 

@@ -146,7 +146,7 @@ class Core(RamTier):
         self.to_prefetcher: list[Envelope] = []
         self.sealing: list[tuple[int, Sequence[Memory]]] = []
         self.freeing: list[tuple[Memory, int]] = []
-        self.syncing: list[int] = []
+        self.syncing: list[SyncAll] = []
         self._depth = 0
         self._set_loading(self.config.ssd_bytes > 0)
         if is_loaded and self.config.ssd_bytes:
@@ -164,7 +164,7 @@ class Core(RamTier):
 
     def ssd(self, message: ActorMessage, handle: Any = None) -> None:
         if isinstance(message, SyncAll):
-            self.syncing.append(message.sync)
+            self.syncing.append(message)
         else:
             self.to_ssd.append(Envelope(message, handle))
 
@@ -191,7 +191,7 @@ class Core(RamTier):
             while self.sealing:
                 self.finish_seal()
         while self.auto_sync and self.syncing:
-            self.send(Synced(self.syncing.pop(0)))
+            self.send(Synced(self.syncing.pop(0).sync))
 
     def call(self, session: int, request: wire.AnyRequest) -> Slot:
         slot = Slot()
