@@ -98,7 +98,7 @@ class SsdTier:
         self._is_loading = False
         self._scanned_paths: set[str] = set()
         self._trash_at: float | None = None
-        self._failed_deletes: list[DeleteFile] = []
+        self._failed_deletes: dict[str, DeleteFile] = {}
         self._delete_at = 0.0
         self._delete_back_off = BackOff(config.retry_first_seconds, config.retry_most_seconds)
         self._meter_is_loaded = False
@@ -203,8 +203,8 @@ class SsdTier:
             elif self._failed_clears and not self._failure:
                 await self._clear(self._failed_clears.pop(0))
             elif self._failed_deletes and now >= self._delete_at and not self._is_draining:
-                failed, self._failed_deletes = self._failed_deletes, []
-                for message in failed:
+                failed, self._failed_deletes = self._failed_deletes, {}
+                for message in failed.values():
                     await self._delete(message)
             elif self._others_wanted_bytes:
                 wanted, self._others_wanted_bytes = self._others_wanted_bytes, 0
@@ -274,6 +274,9 @@ class SsdTier:
         else:
             self._back_off.succeeded()
             await self._report_lost_files()
+            # The rename took a file away that could not be deleted; a retry would delete this one.
+            if (replaced := self._failed_deletes.pop(entry.path, None)) is not None:
+                await self._deleted(replaced)
             self._counters["writes"] += 1
             self._counters["written_bytes"] += entry.allocated_bytes
             self._write_seconds += trio.current_time() - started
@@ -300,16 +303,19 @@ class SsdTier:
             # Its bytes count until it is gone (rule D5), so RamTier hears of it only then.
             self._counters["deletions_failed"] += 1
             _log.warning("file-not-deleted", file=message.path, error=str(error))
-            self._failed_deletes.append(message)
+            self._failed_deletes[message.path] = message
             self._delete_at = self._delete_back_off.failed(trio.current_time())
             if isinstance(error, StoreUnusableError) and not self._failure:
                 # Every other step would fail as well, and a write may wait for this room.
                 await self._fail(error)
             return
         self._delete_back_off.succeeded()
-        self._counters["deletions"] += 1
         if self._failure:
             self._retry_at = trio.current_time()  # there may be room now
+        await self._deleted(message)
+
+    async def _deleted(self, message: DeleteFile) -> None:
+        self._counters["deletions"] += 1
         await self._report(Deleted(message.id, message.allocated_bytes))
 
     async def _clear(self, envelope: Envelope) -> None:

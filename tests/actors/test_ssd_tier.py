@@ -388,6 +388,29 @@ async def test_a_deletion_that_fails_is_tried_until_it_works(tmp_path: Path) -> 
         assert desk.tier.statistics().deletions_failed == 2
 
 
+async def test_a_file_that_was_written_anew_is_not_deleted_by_an_older_order(
+    tmp_path: Path,
+) -> None:
+    """D5, E5: the write takes the old file's place, so that its bytes are free without a retry."""
+
+    class StubbornFs(QuickFs):
+        refuses = True
+
+        def unlink(self, name: str, within: int) -> None:
+            if name.endswith(".safetensors") and self.refuses:
+                self.refuses = False
+                raise OSError(errno.EMFILE, "injected")
+            super().unlink(name, within)
+
+    never_again = SsdTierConfig(retry_first_seconds=1000, retry_most_seconds=1000)
+    async with running(tmp_path / "state", StubbornFs(), never_again) as desk:
+        entry = await desk.written(segment())
+        await desk.tell(DeleteFile(entry.header.id, entry.path, entry.allocated_bytes))
+        await desk.written(segment())
+        assert Deleted(entry.header.id, entry.allocated_bytes) in desk.all
+        assert file_of(desk, entry).exists()
+
+
 async def test_clear_cancels_queued_writes_and_empties_the_trash(tmp_path: Path) -> None:
     """D11: a clear drops what waits, hides the files, then gives their bytes back."""
     async with running(tmp_path / "state") as desk:
