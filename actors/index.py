@@ -33,7 +33,9 @@ from prefixcached.protocol.actor_messages import DeleteFile, FileEntry
 from prefixcached.protocol.schema import Schema
 
 RAM_STATES: Final = ("resident", "lingering", "in_flight", "promoting", "freeing")
-SSD_STATES: Final = ("durable", "writing", "lingering", "deleting", "trash", "other")
+SSD_STATES: Final = (
+    "durable", "writing", "lingering", "deleting", "undeletable", "trash", "other",
+)  # fmt: skip
 
 TOUCH_SECONDS: Final = 60.0
 """Between two updates of a file's recency: a restart may forget a minute of it (rule D5)."""
@@ -100,6 +102,8 @@ class Index:
         self._clears = 0
         self._is_trash_expected = False
         self._trash_elsewhere_bytes = 0
+        self._is_trash_stuck = False
+        self._undeletable: set[tuple[str, int]] = set()
         self._labels: dict[str, set[Label]] = {}
         self._kept: dict[int, list[Entry]] = {}
         self.unattached: dict[str, FileEntry] = {}
@@ -438,7 +442,9 @@ class Index:
         over = self.ssd.bytes - self._leaving_disk() + nbytes - self.ssd.bytes_cap
         if over <= 0:
             return True
-        fixed = sum(self.ssd.bytes_by_state[s] for s in ("writing", "lingering", "other"))
+        states = ("writing", "lingering", "undeletable", "other")
+        fixed = sum(self.ssd.bytes_by_state[s] for s in states)
+        fixed += self.ssd.bytes_by_state["trash"] if self._is_trash_stuck else 0
         fixed -= sum(file.allocated_bytes for file in self.unattached.values())
         fixed += sum(e.file.allocated_bytes for e in self.entries.values() if e.file and e.holders)
         if fixed + nbytes > self.ssd.bytes_cap:
@@ -482,7 +488,7 @@ class Index:
         """
         self._clears += 1
         self._is_trash_expected = True
-        states = ("lingering", "writing", "deleting")
+        states = ("lingering", "writing", "deleting", "undeletable")
         self._trash_elsewhere_bytes += sum(self.ssd.bytes_by_state[s] for s in states)
         for file in list(self.unattached.values()):
             if namespace in (None, file.header.namespace):
@@ -493,8 +499,12 @@ class Index:
         """The disk has carried out one clear."""
         self._clears -= 1
 
-    def trash_emptied(self, nbytes: int, *, done: bool) -> None:
-        """Cleared files are gone; ``done`` when none is left of what the disk has cleared."""
+    def trash_emptied(self, nbytes: int, *, done: bool, is_stuck: bool = False) -> None:
+        """Cleared files are gone; ``done`` when none is left of what the disk has cleared.
+
+        ``is_stuck`` where the rest cannot be deleted for now: no write may wait for its bytes.
+        """
+        self._is_trash_stuck = is_stuck
         if done and not self._clears:
             self._is_trash_expected = False
             self._trash_elsewhere_bytes = 0
@@ -519,15 +529,26 @@ class Index:
         return demoted
 
     def _leaving_disk(self) -> int:
-        return self.ssd.bytes_by_state["deleting"] + self.ssd.bytes_by_state["trash"]
+        trash = 0 if self._is_trash_stuck else self.ssd.bytes_by_state["trash"]
+        return self.ssd.bytes_by_state["deleting"] + trash
 
     def freed(self, nbytes: int, images: int) -> None:
         """Memory that was being freed is back with the system."""
         self.ram.remove("freeing", nbytes, images)
 
-    def deleted(self, nbytes: int) -> None:
-        """A file that was being deleted is gone."""
-        self.ssd.remove("deleting", nbytes)
+    def deleted(self, file_id: str, nbytes: int, error: str = "") -> None:
+        """A file that was being deleted is gone, or stays for now where there is an ``error``.
+
+        One that stays makes no room: others have to, and no write may wait for it.
+        """
+        file = file_id, nbytes
+        state = "undeletable" if file in self._undeletable else "deleting"
+        if not error:
+            self._undeletable.discard(file)
+            self.ssd.remove(state, nbytes)
+        elif state == "deleting":
+            self._undeletable.add(file)
+            self.ssd.move("deleting", "undeletable", nbytes)
 
     # -- inside ---------------------------------------------------------------------------------
 

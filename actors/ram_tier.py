@@ -170,8 +170,8 @@ class RamTier:
                 self.promotions.finished(message, now)
             case inner.Written():
                 self.writes.finished(message, now)
-            case inner.Deleted(allocated_bytes=nbytes):
-                self.index.deleted(nbytes)
+            case inner.Deleted(id=file_id, allocated_bytes=nbytes, error=error):
+                self.index.deleted(file_id, nbytes, error)
             case inner.Loaded():
                 self.loads.loaded_batch(message, time.time())
                 if message.done:
@@ -183,8 +183,8 @@ class RamTier:
                 self.writes.synced(sync, error, now)
             case inner.FilesLost():
                 log.warning("files-lost", images=self.index.lose_all_files())
-            case inner.TrashEmptied(allocated_bytes=nbytes, done=done):
-                self.index.trash_emptied(nbytes, done=done)
+            case inner.TrashEmptied(allocated_bytes=nbytes, done=done, error=error):
+                self.index.trash_emptied(nbytes, done=done, is_stuck=bool(error))
             case inner.NamespaceCleared(epoch=epoch, error=error):
                 if not error:  # else SsdTier tries again, and tells when it is done
                     self.index.namespace_cleared()

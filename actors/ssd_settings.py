@@ -59,6 +59,8 @@ class SsdTierStatistics(msgspec.Struct, frozen=True):
     damaged_files: int
     unreadable_files: int
     temporary_files_reaped: int
+    undeletable_files: int
+    deletion_failure: str
     foreign_files: int
     foreign_bytes: int
     quarantined_files: int

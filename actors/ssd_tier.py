@@ -100,6 +100,8 @@ class SsdTier:
         self._trash_at: float | None = None
         self._failed_deletes: dict[str, DeleteFile] = {}
         self._delete_at = 0.0
+        self._delete_failure = ""
+        self._trash_failure = ""
         self._delete_back_off = BackOff(config.retry_first_seconds, config.retry_most_seconds)
         self._meter_is_loaded = False
         self._others_wanted_bytes = 0
@@ -116,6 +118,9 @@ class SsdTier:
             written_today_bytes=self._meter.written_bytes(self._wall_clock()),
             daily_write_bytes=self._config.daily_write_bytes,
             writes_queued=self._queue.writes,
+            undeletable_files=len(self._failed_deletes),
+            deletion_failure=(self._delete_failure if self._failed_deletes else "")
+            or self._trash_failure,
             foreign_files=waste.foreign_files,
             foreign_bytes=waste.foreign_bytes,
             quarantined_files=waste.quarantined_files,
@@ -300,14 +305,17 @@ class SsdTier:
         try:
             await self._in_thread(self._store.delete, message.path)
         except OSError as error:
-            # Its bytes count until it is gone (rule D5), so RamTier hears of it only then.
+            # Its bytes count until it is gone (rule D5); RamTier must not wait for them.
             self._counters["deletions_failed"] += 1
-            _log.warning("file-not-deleted", file=message.path, error=str(error))
+            self._delete_failure = str(error)
+            _log.warning("file-not-deleted", file=message.path, error=self._delete_failure)
             self._failed_deletes[message.path] = message
             self._delete_at = self._delete_back_off.failed(trio.current_time())
+            await self._report(
+                Deleted(message.id, message.allocated_bytes, error=self._delete_failure)
+            )
             if isinstance(error, StoreUnusableError) and not self._failure:
-                # Every other step would fail as well, and a write may wait for this room.
-                await self._fail(error)
+                await self._fail(error)  # every other step would fail as well
             return
         self._delete_back_off.succeeded()
         if self._failure:
@@ -372,9 +380,12 @@ class SsdTier:
         try:
             freed, done = await self._in_thread(self._store.empty_trash, TRASH_SLICE_FILES)
         except OSError as error:
-            _log.warning("trash-not-emptied", error=str(error))
+            self._trash_failure = str(error)
+            _log.warning("trash-not-emptied", error=self._trash_failure)
             self._trash_at = trio.current_time() + self._config.retry_most_seconds
+            await self._report(TrashEmptied(0, error=self._trash_failure))
             return
+        self._trash_failure = ""
         if done:
             self._trash_at = None
         self._counters["trash_emptied_bytes"] += freed

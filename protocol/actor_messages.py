@@ -136,7 +136,10 @@ class Written(ActorMessage, frozen=True, tag="written"):
 
 
 class Deleted(ActorMessage, frozen=True, tag="deleted"):
-    """Outcome of `DeleteFile`: the bytes are free, or could not be freed yet (``error``)."""
+    """Outcome of `DeleteFile`: the bytes are free, or could not be freed yet (``error``).
+
+    After an error SsdTier tries again, and tells when it is done.
+    """
 
     id: str
     allocated_bytes: int
@@ -204,10 +207,14 @@ class NamespaceCleared(ActorMessage, frozen=True, tag="namespace-cleared"):
 
 
 class TrashEmptied(ActorMessage, frozen=True, tag="trash-emptied"):
-    """Bytes of cleared files that the disk has back; ``done`` when no cleared file is left."""
+    """Bytes of cleared files that the disk has back; ``done`` when no cleared file is left.
+
+    ``error`` says that those which are left cannot be deleted yet.
+    """
 
     allocated_bytes: int
     done: bool = False
+    error: str = ""
 
 
 # -- from RamTier to SsdTier --------------------------------------------------------------------

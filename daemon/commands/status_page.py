@@ -132,6 +132,10 @@ def _writer(report: Report) -> Iterator[Line]:
         )
     else:
         yield Line("writer", (f"{queued:,} queued; " if queued else "idle; ") + today)
+    if failure := tier.get("deletion_failure"):  # a daemon of an older version does not say it
+        states = report["ram_tier"]["ssd_bytes_by_state"]
+        stays = bytes_text(states["undeletable"] + states["trash"])
+        yield Line("deletions", f"FAILING: {failure}; {stays} cannot be freed", is_alarm=True)
 
 
 def _restores(restores: Report) -> Iterator[Line]:

@@ -31,7 +31,7 @@ _TOLD: Final = {
     for kind in (
         inner.PressureChanged, inner.RamCapChanged, inner.DiskChanged, inner.FilesLost,
         inner.TrashEmptied, inner.Written, inner.ImageRead, inner.Promoted, inner.NamespaceCleared,
-        inner.Synced,
+        inner.Synced, inner.Deleted,
     )
 }  # fmt: skip
 

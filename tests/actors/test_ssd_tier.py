@@ -383,9 +383,16 @@ async def test_a_deletion_that_fails_is_tried_until_it_works(tmp_path: Path) -> 
     async with running(tmp_path / "state", StubbornFs()) as desk:
         entry = await desk.written(segment())
         await desk.tell(DeleteFile(entry.header.id, entry.path, entry.allocated_bytes))
-        assert (await desk.hear(Deleted)).error == ""
+        assert "injected" in (await desk.hear(Deleted)).error
+        statistics = desk.tier.statistics()
+        assert statistics.undeletable_files == 1
+        assert "injected" in statistics.deletion_failure
+        while (await desk.hear(Deleted)).error:
+            pass
         assert not file_of(desk, entry).exists()
-        assert desk.tier.statistics().deletions_failed == 2
+        statistics = desk.tier.statistics()
+        assert (statistics.deletions_failed, statistics.undeletable_files) == (2, 0)
+        assert statistics.deletion_failure == ""
 
 
 async def test_a_file_that_was_written_anew_is_not_deleted_by_an_older_order(
@@ -442,6 +449,30 @@ async def test_deleted_files_are_not_counted_in_the_trash(tmp_path: Path) -> Non
         emptied = await desk.hear(TrashEmptied)
         assert emptied.allocated_bytes == second.allocated_bytes
         assert len(desk.heard_of(Deleted)) == 1
+
+
+async def test_trash_that_cannot_be_emptied_is_reported_and_tried_again(tmp_path: Path) -> None:
+    """D5, D11: its bytes count as long as it is there, and `status` says why."""
+
+    class StubbornFs(QuickFs):
+        refuses = True
+
+        def unlink(self, name: str, within: int) -> None:
+            if name.endswith(".safetensors") and self.refuses:
+                raise OSError(errno.EPERM, "injected")
+            super().unlink(name, within)
+
+    system = StubbornFs()
+    async with running(tmp_path / "state", system) as desk:
+        entry = await desk.written(segment())
+        await desk.tell(ClearNamespace(None, 1))
+        assert "injected" in (await desk.hear(TrashEmptied)).error
+        assert "injected" in desk.tier.statistics().deletion_failure
+        system.refuses = False
+        while not (emptied := await desk.hear(TrashEmptied)).done:
+            assert "injected" in emptied.error
+        assert emptied.allocated_bytes == entry.allocated_bytes
+        assert desk.tier.statistics().deletion_failure == ""
 
 
 async def test_a_clear_that_fails_happens_before_the_next_write(tmp_path: Path) -> None:
@@ -703,7 +734,7 @@ async def test_every_call_may_fail(tmp_path: Path, error: int, *, persistent: bo
                 await desk.hear(Loaded)
             failed = bool(system.failed)
             system.heal()
-            if not desk.heard_of(Deleted):
+            while not any(not deleted.error for deleted in desk.heard_of(Deleted)):
                 await desk.hear(Deleted)
             assert file_of(desk, kept).exists()
             assert not file_of(desk, old).exists()

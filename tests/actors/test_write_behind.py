@@ -7,10 +7,12 @@ import pytest
 
 from prefixcached.protocol import messages as wire
 from prefixcached.protocol.actor_messages import (
+    Deleted,
     DeleteFile,
     FilesLost,
     SyncAll,
     Synced,
+    TrashEmptied,
     WriteImage,
 )
 from tests.support.core import PAGE, Core, small_config
@@ -397,6 +399,50 @@ def test_waiting_for_deletions_does_not_spin() -> None:
     assert "DeleteFile" in orders(disk)
     disk.settle()
     assert core.writes.is_idle
+
+
+def test_a_file_that_cannot_be_deleted_makes_no_room() -> None:
+    """D5, E4: others go in its place, and no write waits for it; it counts until it is gone."""
+    core, disk, client = two_tiers(ssd_bytes=9 * PAGE, write_delay_seconds=0.0)
+    salt = 0
+    while orders(disk)[:1] != ["DeleteFile"]:
+        disk.step()
+        salt += 1
+        client.store(sequence(10, salt))
+    order = disk.writer.pop(0).message
+    assert isinstance(order, DeleteFile)
+    for _ in range(2):
+        core.send(Deleted(order.id, order.allocated_bytes, error="not permitted"))
+    assert orders(disk) == ["DeleteFile"]
+    disk.settle()
+    assert core.writes.is_idle
+    assert core.index.ssd.bytes_by_state["undeletable"] == order.allocated_bytes
+    del disk.files[order.path]
+    core.send(Deleted(order.id, order.allocated_bytes))
+    check_disk_idle(core, disk)
+
+
+def test_trash_that_cannot_be_emptied_makes_no_room() -> None:
+    """D5, D11: no write and no flush waits for it, until it can."""
+    core, disk, client = two_tiers(ssd_bytes=9 * PAGE)
+    while core.index.ssd.bytes <= 5 * PAGE:
+        client.store(sequence(10, len(disk.files)), "plain/b")
+        client.flush()
+        while disk.step():
+            pass
+    client.clear("plain/b")
+    client.store(sequence(10))
+    while disk.step():
+        pass
+    slot = client.flush()
+    assert slot.reply is None, "room comes with the trash"
+    core.send(TrashEmptied(0, error="not permitted"))
+    assert slot.reply == wire.Flushed(written=0, skipped=1, failed=0)
+    disk.settle()
+    client.flush()
+    disk.settle()
+    assert len(disk.files) == 1
+    check_disk_idle(core, disk)
 
 
 def test_foreign_bytes_that_fill_the_cap_evict_nothing_in_vain() -> None:

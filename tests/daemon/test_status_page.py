@@ -17,10 +17,13 @@ REPORT: dict[str, Any] = {
     "restores": {
         "restores": 4, "slow": 0, "bytes": 8 << 30, "seconds": 2.0, "longest_seconds": 1.5,
     },
-    "ssd_tier": {"written_today_bytes": 1 << 30, "daily_write_bytes": None},
+    "ssd_tier": {
+        "written_today_bytes": 1 << 30, "daily_write_bytes": None, "deletion_failure": "",
+    },
     "ram_tier": {
         "ram_bytes": 1 << 30, "ram_bytes_cap": 4 << 30, "images": 1, "images_cap": 9000,
         "ssd_bytes": 10 << 30, "ssd_bytes_cap": 100 << 30, "namespaces": 1, "loading": False,
+        "ssd_bytes_by_state": {"undeletable": 1 << 20, "trash": 2 << 20},
         "leases": 1, "pins": 0, "claims": 2, "writes_queued": 0,
         "takes": {
             "takes": 10, "ram_hits": 6, "ssd_hits": 2, "tokens_reused": 750,
@@ -76,13 +79,15 @@ def test_what_is_wrong_stands_out() -> None:
             "healthy": False, "reason": "no space", "damaged": 1, "damaged_at_start": 1,
         },
         ram_tier__pressure__level="critical",
+        ssd_tier__deletion_failure="not permitted",
         restores__slow=1,
         event_loop__stalls=4,
         log__suppressed=9,
     )  # fmt: skip
     alarms = {name for name, line in said.items() if line.is_alarm}
-    assert alarms == {"writer", "pressure", "restores", "look at"}
+    assert alarms == {"writer", "deletions", "pressure", "restores", "look at"}
     assert "FAILING: no space" in said["writer"].text
+    assert said["deletions"].text == "FAILING: not permitted; 3 MiB cannot be freed"
     assert "1 slower than computing" in said["restores"].text
     assert said["look at"].text == ("damaged files 2, event loop stalls 4, log lines left out 9")
 

@@ -138,7 +138,10 @@ class World:
         found = self.ram_tier.statistics()
         states = {
             **{name: found.ram_bytes_by_state[name] for name in _TRANSIENT},
-            **{name: found.ssd_bytes_by_state[name] for name in ("writing", "deleting", "trash")},
+            **{
+                name: found.ssd_bytes_by_state[name]
+                for name in ("writing", "deleting", "undeletable", "trash")
+            },
         }
         holdings = {
             "sessions": len(self._sessions), "leases": found.leases, "pins": found.pins,

@@ -130,7 +130,7 @@ def check_disk_idle(core: Core, disk: FakeDisk) -> None:
     unattached = {f.path for f in core.index.unattached.values()}
     assert set(disk.files) <= owned | waiting | unattached, "a file that nobody can find"
     states = core.index.ssd.bytes_by_state
-    for state in ("writing", "deleting", "trash"):
+    for state in ("writing", "deleting", "undeletable", "trash"):
         assert states[state] == 0, (state, states)
     lingering = sum(
         old.file.allocated_bytes
