@@ -18,10 +18,16 @@ from prefixcached.actors.filesystem import ImageMemory
 from prefixcached.actors.mailbox import UNBOUNDED, Inbox, Outbox
 from prefixcached.actors.scanning import ScanBatch
 from prefixcached.actors.ssd_settings import COUNTERS, SsdTierConfig, SsdTierStatistics
-from prefixcached.actors.storage_format import DATA_ALIGNMENT
+from prefixcached.actors.storage_format import file_bytes_bound
 from prefixcached.actors.store import Store
 from prefixcached.actors.store_directory import StoreUnusableError
-from prefixcached.actors.write_policy import BackOff, WriteMeter, WriteQueue
+from prefixcached.actors.write_policy import (
+    BUDGET_SPENT,
+    CANCELLED,
+    BackOff,
+    WriteMeter,
+    WriteQueue,
+)
 from prefixcached.protocol.actor_messages import (
     ActorMessage,
     CancelWrite,
@@ -42,12 +48,8 @@ from prefixcached.protocol.actor_messages import (
     Written,
 )
 from prefixcached.protocol.errors import SchemaError
-
-CANCELLED: Final = "cancelled"
-"""`Written.error` of a write that was dropped before it started."""
-
-BUDGET_SPENT: Final = "daily write budget spent"
-"""`Written.error` of a write that rule D6 forbids."""
+from prefixcached.protocol.image import allocated_bytes
+from prefixcached.protocol.schema import decode_schema
 
 TRASH_SLICE_FILES: Final = 32
 """Files of the trash deleted in one step: the next write waits no longer than that takes."""
@@ -252,15 +254,16 @@ class SsdTier:
 
     async def _write(self, message: WriteImage, image: ImageMemory) -> None:
         id_ = message.header.id
-        nbytes = image.nbytes + len(message.tokens) + DATA_ALIGNMENT
-        if not self._meter.allows(nbytes, self._wall_clock()):
-            self._counters["writes_refused_by_budget"] += 1
-            await self._report(Written(id_, error=BUDGET_SPENT))
-            return
-        self._meter.record(nbytes, self._wall_clock())
-        await self._save_meter()
+        nbytes = 0
         started = trio.current_time()
         try:
+            nbytes = await self._in_thread(_most_bytes, message)
+            if not self._meter.allows(nbytes, self._wall_clock()):
+                self._counters["writes_refused_by_budget"] += 1
+                await self._report(Written(id_, error=BUDGET_SPENT))
+                return
+            self._meter.record(nbytes, self._wall_clock())
+            await self._save_meter()
             entry = await self._in_thread(
                 self._store.write,
                 message.header,
@@ -498,6 +501,15 @@ class SsdTier:
     ) -> _Result:
         call = functools.partial(function, *arguments, **options)
         return await trio.to_thread.run_sync(call, limiter=self._thread)
+
+
+def _most_bytes(message: WriteImage) -> int:
+    """The most that the write of an image puts on the disk, its namespace's schema included.
+
+    Raises SchemaError as `file_bytes_bound`. It takes time: a header may have 16 MiB.
+    """
+    schema = decode_schema(message.schema) if message.schema else None
+    return file_bytes_bound(message.header, schema) + allocated_bytes(len(message.schema))
 
 
 def _next_batch(batches: Iterator[ScanBatch]) -> ScanBatch | None:

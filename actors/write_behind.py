@@ -13,6 +13,7 @@ from typing import Final
 from prefixcached.actors.desk import Answer, Shared
 from prefixcached.actors.entries import Checkpoint, Entry, ObjectEntry, Segment, WriteState
 from prefixcached.actors.storage_format import FORMAT, file_bytes_bound
+from prefixcached.actors.write_policy import BUDGET_SPENT, CANCELLED
 from prefixcached.protocol.actor_messages import FileHeader, SyncAll, WriteImage, Written
 from prefixcached.protocol.errors import SchemaError
 from prefixcached.protocol.image import allocated_bytes
@@ -248,10 +249,12 @@ class WriteDesk:
         self._index.writing = None
         file = outcome.entry
         if file is None:
-            self.failed += 1
+            is_untried = outcome.error in (BUDGET_SPENT, CANCELLED)
+            self.failed += not is_untried
+            self.refused += outcome.error == BUDGET_SPENT
             self._index.ssd.remove("writing", reserve)
             self._index.set_write(entry, WriteState.REFUSED)
-            self._settle(entry, "failed")
+            self._settle(entry, "skipped" if is_untried else "failed")
             if outcome.retry:
                 self.disk_changed(healthy=False, reason=outcome.error, now=now)
         else:

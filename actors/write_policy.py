@@ -15,8 +15,15 @@ from prefixcached.protocol.actor_messages import (
     WriteImage,
 )
 
+CANCELLED: Final = "cancelled"
+"""`Written.error` of a write that was dropped before it started."""
+
+BUDGET_SPENT: Final = "daily write budget spent"
+"""`Written.error` of a write that rule D6 forbids."""
+
 WINDOW_HOURS: Final = 24
-"""The budget of rule D6 is for the last 24 hours, counted by the hour."""
+"""The budget of rule D6 is for the last 24 hours, counted by the hour; the hour that is partly out
+of them counts whole, so that no 24 hours ever see more."""
 
 RETRY_FIRST_SECONDS: Final = 1.0
 """Pause after a first failure: most full or busy disks recover by themselves."""
@@ -136,7 +143,7 @@ class _StoredMeter(msgspec.Struct, frozen=True):
 
 
 class WriteMeter:
-    """Bytes written in the last 24 hours, by hour of the wall clock.
+    """Bytes written in the last 24 hours, up to 25 of them, by hour of the wall clock.
 
     Args:
         budget_bytes: The most that may be written in that time; None for no limit.
@@ -153,7 +160,7 @@ class WriteMeter:
                 self._hours = {}
 
     def written_bytes(self, now_seconds: float) -> int:
-        """Bytes written in the 24 hours before ``now_seconds`` (wall clock)."""
+        """Bytes written in the 24 hours before ``now_seconds`` (wall clock), and up to one more."""
         self._forget(int(now_seconds // 3600))
         return sum(self._hours.values())
 
@@ -179,7 +186,7 @@ class WriteMeter:
         self._hours = {
             found: nbytes
             for found, nbytes in self._hours.items()
-            if hour - WINDOW_HOURS < found <= hour
+            if hour - WINDOW_HOURS <= found <= hour
         }
         if future:
             self._hours[hour] = self._hours.get(hour, 0) + future

@@ -16,10 +16,11 @@ import trio.testing
 from prefixcached.actors.filesystem import FileSystem, ImageMemory
 from prefixcached.actors.memory import Hasher, SharedImage
 from prefixcached.actors.ssd_settings import SsdTierConfig
-from prefixcached.actors.ssd_tier import BUDGET_SPENT, CANCELLED, SsdTier
+from prefixcached.actors.ssd_tier import SsdTier
 from prefixcached.actors.storage_format import DATA_ALIGNMENT
 from prefixcached.actors.store import Store
 from prefixcached.actors.store_directory import QUARANTINE, SEGMENTS
+from prefixcached.actors.write_policy import BUDGET_SPENT, CANCELLED
 from prefixcached.protocol.actor_messages import (
     ActorMessage,
     CancelWrite,
@@ -40,8 +41,9 @@ from prefixcached.protocol.actor_messages import (
     WriteImage,
     Written,
 )
+from prefixcached.protocol.image import ImageKind, ImageSpec
 from tests.support.filesystems import FaultyFs, FullFs, QuickFs
-from tests.support.store_samples import Sample, checkpoint, every_kind, segment, write
+from tests.support.store_samples import Sample, checkpoint, every_kind, sample, segment, write
 
 QUICK = SsdTierConfig(retry_first_seconds=0.01, retry_most_seconds=0.02)
 Message = TypeVar("Message", bound=ActorMessage)
@@ -339,7 +341,7 @@ async def test_an_image_that_cannot_be_described_fails_alone(tmp_path: Path) -> 
 
 async def test_the_daily_budget_stops_writes_and_survives_a_restart(tmp_path: Path) -> None:
     """D6: when the budget is spent writes stop, also after a restart, and reads go on."""
-    config = SsdTierConfig(daily_write_bytes=2 * DATA_ALIGNMENT)
+    config = SsdTierConfig(daily_write_bytes=6 * DATA_ALIGNMENT)
     async with running(tmp_path / "state", config=config) as desk:
         entry = await desk.written(segment(seed=1))
         await desk.write(segment(seed=2))
@@ -351,6 +353,29 @@ async def test_the_daily_budget_stops_writes_and_survives_a_restart(tmp_path: Pa
         assert (await desk.hear(Written)).error == BUDGET_SPENT
         desk.store.reader.verify(entry).close()
         assert not desk.heard_of(DiskChanged)
+
+
+async def test_all_that_a_write_puts_on_the_disk_counts(tmp_path: Path) -> None:
+    """D6: what stands in the header and the namespace's schema wear the disk as well."""
+    long = ImageSpec(ImageKind.OBJECT, metadata=bytes(1 << 20))
+    async with running(tmp_path / "state") as desk:
+        files = 0
+        for one in (*every_kind(), sample(long, None)):
+            files += (await desk.written(one)).allocated_bytes
+        schemas = sum(file.stat().st_size for file in files_below(desk, "*.schema"))
+        metered = desk.tier.statistics().written_today_bytes
+        assert files + schemas <= metered <= files + schemas + 5 * 4 * DATA_ALIGNMENT
+
+
+async def test_what_exceeds_the_budget_is_not_begun(tmp_path: Path) -> None:
+    """D6: the header is asked for before the write, not after it."""
+    long = sample(ImageSpec(ImageKind.OBJECT, metadata=bytes(1 << 20)), None)
+    config = SsdTierConfig(daily_write_bytes=1 << 20)
+    async with running(tmp_path / "state", config=config) as desk:
+        await desk.write(long)
+        assert (await desk.hear(Written)).error == BUDGET_SPENT
+        assert desk.tier.statistics().written_today_bytes == 0
+        assert files_below(desk, "*.safetensors") == []
 
 
 # -- deleting and clearing -------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from prefixcached.actors.write_policy import BUDGET_SPENT, CANCELLED
 from prefixcached.protocol import messages as wire
 from prefixcached.protocol.actor_messages import (
     Deleted,
@@ -14,6 +15,7 @@ from prefixcached.protocol.actor_messages import (
     Synced,
     TrashEmptied,
     WriteImage,
+    Written,
 )
 from tests.support.core import PAGE, Core, small_config
 from tests.support.core_checks import check_core, check_disk_idle
@@ -98,6 +100,20 @@ def test_a_flush_counts_failures_and_skips() -> None:
     assert core.writes.failed == 1
     client.store(sequence(10, 3))
     assert client.flush().reply == wire.Flushed(written=0, skipped=0, failed=2)
+
+
+@pytest.mark.parametrize(("error", "refused"), [(BUDGET_SPENT, 1), (CANCELLED, 0)])
+def test_a_flush_skips_what_was_never_tried(error: str, refused: int) -> None:
+    """P8: what the daily budget forbids, and what a clear makes pointless, has not failed."""
+    core, disk, client = two_tiers()
+    client.store(sequence(10))
+    slot = client.flush()
+    assert orders(disk) == ["WriteImage"]
+    write = disk.writer.pop().message
+    assert isinstance(write, WriteImage)
+    core.send(Written(write.header.id, error=error))
+    assert slot.reply == wire.Flushed(written=0, skipped=1, failed=0)
+    assert (core.writes.failed, core.writes.refused) == (0, refused)
 
 
 def test_a_flush_learns_first_that_all_files_are_gone() -> None:
