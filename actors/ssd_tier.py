@@ -6,6 +6,7 @@ step in a thread. A step that fails says what became of its image, and good file
 """
 
 import contextlib
+import errno
 import functools
 import time
 from collections.abc import Callable, Iterator
@@ -53,6 +54,9 @@ from prefixcached.protocol.schema import decode_schema
 
 TRASH_SLICE_FILES: Final = 32
 """Files of the trash deleted in one step: the next write waits no longer than that takes."""
+
+_SHORTAGES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Errors that say nothing of a file and pass: it is read a little later."""
 
 _log = structlog.get_logger(__name__)
 _Result = TypeVar("_Result")
@@ -291,11 +295,20 @@ class SsdTier:
             await self._report(Written(id_, entry))
 
     async def _load_meter(self) -> None:
-        """What was written before the restart counts too (rule D6)."""
-        if not self._meter_is_loaded:
+        """What was written before the restart counts too (rule D6), where it can be read."""
+        if self._meter_is_loaded:
+            return
+        stored = b""
+        try:
             stored = await self._in_thread(self._store.load_meter)
-            self._meter = WriteMeter(self._config.daily_write_bytes, stored)
-            self._meter_is_loaded = True
+        except OSError as error:
+            if error.errno in _SHORTAGES:
+                raise
+            _log.warning("write-meter-not-readable", error=str(error))
+            with contextlib.suppress(OSError):  # then it counts in memory alone
+                await self._in_thread(self._store.set_meter_aside)
+        self._meter = WriteMeter(self._config.daily_write_bytes, stored)
+        self._meter_is_loaded = True
 
     async def _save_meter(self) -> None:
         try:

@@ -1,7 +1,7 @@
 """The store: every operation on the directory's files, synchronous (docs/storage-format.md).
 
 A `Store` belongs to two actors, by method: `SsdTier` calls `prepare`, `scan`, `write`, `drain`,
-`delete`, `clear`, `empty_trash`, `drop_others`, `probe` and the meter's two, one at a time; the
+`delete`, `clear`, `empty_trash`, `drop_others`, `probe` and the meter's three, one at a time; the
 prefetcher calls `reader` and `quarantine`, from several threads. Every method blocks and belongs in
 a thread.
 
@@ -13,6 +13,7 @@ visible under its final name is whole, or detectably not. `write` returns after 
 import contextlib
 import errno
 import secrets
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -38,6 +39,7 @@ from prefixcached.actors.storage_format import (
 from prefixcached.actors.store_directory import (
     METER_NAME,
     PROBE_NAME,
+    QUARANTINE,
     SEGMENTS,
     TRASH,
     Directory,
@@ -372,6 +374,13 @@ class Store:
             finally:
                 self.filesystem.close(descriptor)
         return b""
+
+    def set_meter_aside(self) -> None:
+        """Move into the quarantine what stands in the meter's place and cannot be read."""
+        with self.directory.opened() as root, self.directory.opened(QUARANTINE) as quarantine:
+            aside = f"{time.time_ns():020d}.{METER_NAME}"
+            self.filesystem.rename(METER_NAME, root, aside, quarantine)
+        self._waste.trim_quarantine()
 
     def save_meter(self, data: bytes) -> None:
         """Store the write meter. It survives a crash of the daemon; a power loss may lose hours."""

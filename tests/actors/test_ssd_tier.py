@@ -19,7 +19,7 @@ from prefixcached.actors.ssd_settings import SsdTierConfig
 from prefixcached.actors.ssd_tier import SsdTier
 from prefixcached.actors.storage_format import DATA_ALIGNMENT
 from prefixcached.actors.store import Store
-from prefixcached.actors.store_directory import QUARANTINE, SEGMENTS
+from prefixcached.actors.store_directory import METER_NAME, QUARANTINE, SEGMENTS
 from prefixcached.actors.write_policy import BUDGET_SPENT, CANCELLED
 from prefixcached.protocol.actor_messages import (
     ActorMessage,
@@ -365,6 +365,71 @@ async def test_all_that_a_write_puts_on_the_disk_counts(tmp_path: Path) -> None:
         schemas = sum(file.stat().st_size for file in files_below(desk, "*.schema"))
         metered = desk.tier.statistics().written_today_bytes
         assert files + schemas <= metered <= files + schemas + 5 * 4 * DATA_ALIGNMENT
+
+
+@pytest.mark.parametrize("kind", ["directory", "link", "pipe"])
+async def test_a_meter_that_is_no_file_is_set_aside(tmp_path: Path, kind: str) -> None:
+    """D6, D7: it counts as empty and turns nothing off, and the next one survives a restart."""
+    async with running(tmp_path / "state"):
+        pass
+    meter = tmp_path / "state" / METER_NAME
+    match kind:
+        case "directory":
+            meter.mkdir()
+        case "link":
+            meter.symlink_to("/dev/null")
+        case _:
+            os.mkfifo(meter)
+    for seed in range(2):
+        async with running(tmp_path / "state") as desk:
+            assert (desk.tier.statistics().written_today_bytes > 0) is (seed > 0)
+            await desk.written(segment(seed=seed))
+            assert desk.tier.statistics().is_healthy
+            assert len(list((tmp_path / "state" / QUARANTINE).glob(f"*.{METER_NAME}"))) == 1
+
+
+async def test_a_meter_that_cannot_be_set_aside_counts_in_memory(tmp_path: Path) -> None:
+    """D6, D7: the budget holds until the next restart, and the tier works."""
+
+    class NoMeterFs(QuickFs):
+        def open_file(self, name: str, within: int) -> int:
+            if name == METER_NAME:
+                raise OSError(errno.EIO, "injected")
+            return super().open_file(name, within)
+
+        def rename(self, name: str, within: int, new_name: str, new_within: int) -> None:
+            if METER_NAME in (name, new_name):
+                raise OSError(errno.EIO, "injected")
+            super().rename(name, within, new_name, new_within)
+
+    config = SsdTierConfig(daily_write_bytes=6 * DATA_ALIGNMENT)
+    async with running(tmp_path / "state") as desk:
+        await desk.written(segment())
+    async with running(tmp_path / "state", NoMeterFs(), config) as desk:
+        await desk.written(segment(seed=1))
+        await desk.write(segment(seed=2))
+        assert (await desk.hear(Written)).error == BUDGET_SPENT
+
+
+async def test_a_shortage_does_not_empty_the_meter(tmp_path: Path) -> None:
+    """D4, D6: what was written before counts once the meter can be read."""
+
+    class ShortFs(QuickFs):
+        refusals = 1
+
+        def open_file(self, name: str, within: int) -> int:
+            if name == METER_NAME and self.refusals:
+                self.refusals -= 1
+                raise OSError(errno.EMFILE, "injected")
+            return super().open_file(name, within)
+
+    async with running(tmp_path / "state") as desk:
+        await desk.written(segment())
+        before = desk.tier.statistics().written_today_bytes
+    async with running(tmp_path / "state", ShortFs()) as desk:
+        while not (await desk.hear(DiskChanged)).healthy:
+            pass
+        assert desk.tier.statistics().written_today_bytes == before
 
 
 async def test_what_exceeds_the_budget_is_not_begun(tmp_path: Path) -> None:
