@@ -46,6 +46,10 @@ class Receiver(Protocol):
         """Return the oldest envelope once there is one."""
         ...
 
+    def close(self) -> None:
+        """Receive nothing more: trio tells who sends, or waits for room, that nobody hears it."""
+        ...
+
 
 class Mailbox(NamedTuple):
     """Both ends of one."""
@@ -115,8 +119,9 @@ class DirectMailbox:
         await self._outbox.aclose()
 
     def close(self) -> None:
-        """See `Outbox`."""
+        """Neither send nor receive anything more; see `Outbox` and `Receiver`."""
         self._outbox.close()
+        self._inbox.close()
 
 
 class ReplySlot:

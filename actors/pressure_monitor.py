@@ -7,6 +7,7 @@ clock, which a hint of the kernel may run ahead of.
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -130,7 +131,9 @@ class PressureMonitor:
             await self._tell(RamCapChanged(self._ram_cap(limit)))
 
     async def _tell(self, message: PressureChanged | RamCapChanged) -> None:
-        await self._ram_tier.send(Envelope(message))
+        # Where RamTier has ended, the daemon does.
+        with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+            await self._ram_tier.send(Envelope(message))
 
     async def _pause(self) -> None:
         """Wait for the next reading's time, or for a hint that comes before."""

@@ -8,6 +8,7 @@ already). It never awaits another actor, so no cycle of blocking sends can exist
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from itertools import count
 from typing import Any, Final, assert_never, cast
 
@@ -110,21 +111,23 @@ class RamTier:
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled, or until `drain` has been called and everything is written."""
-        async with trio.open_nursery() as nursery:
-            self._nursery = nursery
-            self._set_loading(self._loading)
-            if self._loading:
-                self.ssd(inner.ScanDirectory())
-            task_status.started()
-            while True:
-                # One scope for many messages: a new one for each would cost as much as a look-up.
-                with trio.CancelScope() as self._scope:
-                    self._scope.deadline = self._next_deadline()
-                    while True:
-                        self._turn(await self._inbox.receive())
-                if self._failure is not None:
-                    raise self._failure
-                self._after(trio.current_time())
+        # Whoever still reports something goes on: a stop waits for no room in this mailbox.
+        with closing(self._inbox):
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                self._set_loading(self._loading)
+                if self._loading:
+                    self.ssd(inner.ScanDirectory())
+                task_status.started()
+                while True:
+                    # One scope for many messages: a new one for each costs as much as a look-up.
+                    with trio.CancelScope() as self._scope:
+                        self._scope.deadline = self._next_deadline()
+                        while True:
+                            self._turn(await self._inbox.receive())
+                    if self._failure is not None:
+                        raise self._failure
+                    self._after(trio.current_time())
 
     def _turn(self, envelope: Envelope) -> None:
         """Handle one envelope, and what became possible by it; in RamTier's task or a caller's."""

@@ -91,6 +91,10 @@ class FollowedInbox:
                     self._sort(await self._inbox.receive())
         return self._next_left() or await self._inbox.receive()
 
+    def close(self) -> None:
+        """See `Receiver`."""
+        self._inbox.close()
+
     def let_go(self) -> None:
         """Wait for no turn any more: the following has ended."""
         self._scope.cancel()

@@ -349,6 +349,10 @@ class TracedInbox:
         )
         return envelope
 
+    def close(self) -> None:
+        """See `Receiver`."""
+        self._untraced.close()
+
 
 def _tokens_bytes(message: Any) -> int:
     tokens = getattr(getattr(message, "request", message), "tokens", b"")

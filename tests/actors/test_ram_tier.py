@@ -9,7 +9,7 @@ import pytest
 import trio
 import trio.testing
 
-from prefixcached.actors.mailbox import Inbox, ReplySlot
+from prefixcached.actors.mailbox import MAILBOX_MESSAGES, Inbox, ReplySlot
 from prefixcached.actors.ram_tier import RamTier
 from prefixcached.protocol import messages as wire
 from prefixcached.protocol.actor_messages import (
@@ -201,6 +201,27 @@ async def test_drain_ends_when_everything_is_written() -> None:
             await drained.wait()
         nursery.cancel_scope.cancel()
     ram_tier.close()
+
+
+async def test_nobody_waits_to_report_to_an_actor_that_has_ended() -> None:
+    """DESIGN 4: whoever had no room in its mailbox goes on, and whoever comes later."""
+    ram_tier = RamTier(small_config())
+    report = Envelope(Deleted("x", 0, error="not permitted"))
+
+    async def reports() -> None:
+        with pytest.raises((trio.BrokenResourceError, trio.ClosedResourceError)):
+            await ram_tier.mailbox.send(report)
+
+    for _ in range(MAILBOX_MESSAGES):
+        ram_tier.mailbox.send_nowait(report)
+    with trio.fail_after(20):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(reports)
+            await trio.testing.wait_all_tasks_blocked()
+            async with trio.open_nursery() as actors:
+                actors.cancel_scope.cancel()
+                actors.start_soon(ram_tier.run)
+        await reports()
 
 
 async def test_the_loop_hears_of_deletions_that_a_write_waits_for() -> None:

@@ -99,6 +99,14 @@ async def test_what_was_not_sent_is_not_recorded(tracer: Tracer) -> None:
     ]  # fmt: skip
 
 
+async def test_who_sends_into_a_traced_mailbox_hears_that_nobody_receives(tracer: Tracer) -> None:
+    """A stop waits for no room in it, as without a trace."""
+    box = tracer.mailbox(0)
+    box.inbox.close()
+    with trio.fail_after(20), pytest.raises(trio.BrokenResourceError):
+        await tracer.traced(box.outbox, REQUESTS).send(Envelope(ClientGone(1)))
+
+
 async def test_what_ram_tier_orders_belongs_to_what_it_handles(tracer: Tracer) -> None:
     """Its inbox notes what is handled, until it asks for the next message."""
     box = tracer.mailbox(8)
