@@ -85,6 +85,16 @@ def test_orders_and_their_outcomes_belong_to_what_is_handled() -> None:
     assert flows.of_outcome(inner.PressureChanged("warn")) == ""
 
 
+def test_the_second_order_of_a_flush_belongs_to_it() -> None:
+    """The drain is ordered while RamTier hears of somebody else's last image."""
+    flows = Flows()
+    flows.current = "5.2"
+    flows.of_order(inner.SyncAll(6))
+    flows.current = "1.1"
+    assert flows.of_order(inner.SyncAll(6, drain=True)) == "5.2"
+    assert flows.of_outcome(inner.Synced(6)) == "5.2"
+
+
 def test_the_maps_are_bounded() -> None:
     """A daemon that runs for months remembers the newest."""
     flows = Flows()
