@@ -3,6 +3,8 @@
 Owner of the files, their order, the daily write meter and the disk's health. RamTier decides what
 is written; nothing here does. One task receives, always; one task works, one step at a time, each
 step in a thread. A step that fails says what became of its image, and good files stay.
+
+It is longer than other modules, because what each step's failure means stands beside the step.
 """
 
 import contextlib
@@ -26,6 +28,7 @@ from prefixcached.actors.write_policy import (
     BUDGET_SPENT,
     CANCELLED,
     BackOff,
+    FailedDeletions,
     WriteMeter,
     WriteQueue,
 )
@@ -104,11 +107,10 @@ class SsdTier:
         self._is_loading = False
         self._scanned_paths: set[str] = set()
         self._trash_at: float | None = None
-        self._failed_deletes: dict[str, DeleteFile] = {}
-        self._delete_at = 0.0
-        self._delete_failure = ""
+        self._failed_deletes = FailedDeletions(
+            BackOff(config.retry_first_seconds, config.retry_most_seconds)
+        )
         self._trash_failure = ""
-        self._delete_back_off = BackOff(config.retry_first_seconds, config.retry_most_seconds)
         self._meter_is_loaded = False
         self._others_wanted_bytes = 0
         self._reported_other_bytes = 0
@@ -125,8 +127,7 @@ class SsdTier:
             daily_write_bytes=self._config.daily_write_bytes,
             writes_queued=self._queue.writes,
             undeletable_files=len(self._failed_deletes),
-            deletion_failure=(self._delete_failure if self._failed_deletes else "")
-            or self._trash_failure,
+            deletion_failure=self._failed_deletes.error or self._trash_failure,
             foreign_files=waste.foreign_files,
             foreign_bytes=waste.foreign_bytes,
             quarantined_files=waste.quarantined_files,
@@ -213,9 +214,8 @@ class SsdTier:
                 await self._report_loaded(damaged=0)  # RAM goes on alone; the scan comes later
             elif self._failed_clears and not self._failure:
                 await self._clear(self._failed_clears.pop(0))
-            elif self._failed_deletes and now >= self._delete_at and not self._is_draining:
-                failed, self._failed_deletes = self._failed_deletes, {}
-                for message in failed.values():
+            elif not self._is_draining and (due := self._failed_deletes.take_due(now)):
+                for message in due:
                     await self._delete(message)
             elif self._others_wanted_bytes:
                 wanted, self._others_wanted_bytes = self._others_wanted_bytes, 0
@@ -233,11 +233,10 @@ class SsdTier:
                     await self._wake.wait()
 
     def _next_deadline(self) -> float:
-        deadlines = [self._queue.next_deadline, self._trash_at]
+        queue, failed = self._queue, self._failed_deletes
+        deadlines = [queue.next_deadline, failed.next_deadline, self._trash_at]
         if self._failure:
             deadlines.append(self._retry_at)
-        if self._failed_deletes:
-            deadlines.append(self._delete_at)
         return min((d for d in deadlines if d is not None), default=float("inf"))
 
     def _trash_is_due(self, now: float) -> bool:
@@ -269,11 +268,7 @@ class SsdTier:
             self._meter.record(nbytes, self._wall_clock())
             await self._save_meter()
             entry = await self._in_thread(
-                self._store.write,
-                message.header,
-                message.tokens,
-                message.schema,
-                image,
+                self._store.write, message.header, message.tokens, message.schema, image
             )
         except (SchemaError, ValueError) as error:
             self._counters["writes_failed"] += 1
@@ -286,8 +281,7 @@ class SsdTier:
         else:
             self._back_off.succeeded()
             await self._report_lost_files()
-            # The rename took a file away that could not be deleted; a retry would delete this one.
-            if (replaced := self._failed_deletes.pop(entry.path, None)) is not None:
+            if (replaced := self._failed_deletes.retire(entry.path)) is not None:
                 await self._deleted(replaced)
             self._counters["writes"] += 1
             self._counters["written_bytes"] += entry.allocated_bytes
@@ -323,17 +317,13 @@ class SsdTier:
         except OSError as error:
             # Its bytes count until it is gone (rule D5); RamTier must not wait for them.
             self._counters["deletions_failed"] += 1
-            self._delete_failure = str(error)
-            _log.warning("file-not-deleted", file=message.path, error=self._delete_failure)
-            self._failed_deletes[message.path] = message
-            self._delete_at = self._delete_back_off.failed(trio.current_time())
-            await self._report(
-                Deleted(message.id, message.allocated_bytes, error=self._delete_failure)
-            )
+            _log.warning("file-not-deleted", file=message.path, error=str(error))
+            self._failed_deletes.add(message, str(error), trio.current_time())
+            await self._report(Deleted(message.id, message.allocated_bytes, error=str(error)))
             if isinstance(error, StoreUnusableError) and not self._failure:
                 await self._fail(error)  # every other step would fail as well
             return
-        self._delete_back_off.succeeded()
+        self._failed_deletes.succeeded()
         if self._failure:
             self._retry_at = trio.current_time()  # there may be room now
         await self._deleted(message)

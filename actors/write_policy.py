@@ -1,7 +1,7 @@
 """What the writer does next, and how much it may write: pure decisions of `SsdTier`, their owner.
 
 `WriteQueue` orders writes, deletions and clears; `WriteMeter` is the daily budget (rule D6);
-`BackOff` spaces attempts on a disk that fails (rule D7).
+`BackOff` spaces attempts on a disk that fails (rule D7); `FailedDeletions` are tried again (D5).
 """
 
 from typing import Annotated, Final
@@ -211,3 +211,47 @@ class BackOff:
     def succeeded(self) -> None:
         """Begin with the shortest pause next time."""
         self._next_seconds = self._first_seconds
+
+
+class FailedDeletions:
+    """Files that could not be deleted, and when that is tried again."""
+
+    def __init__(self, back_off: BackOff) -> None:
+        self._back_off = back_off
+        self._messages: dict[str, DeleteFile] = {}
+        self._retry_at = 0.0
+        self._error = ""
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    @property
+    def error(self) -> str:
+        """What the system said last; empty where no file is left behind."""
+        return self._error if self._messages else ""
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When they are tried again; None where there are none."""
+        return self._retry_at if self._messages else None
+
+    def add(self, message: DeleteFile, error: str, now: float) -> None:
+        """Keep what failed."""
+        self._messages[message.path] = message
+        self._error = error
+        self._retry_at = self._back_off.failed(now)
+
+    def take_due(self, now: float) -> list[DeleteFile]:
+        """Remove and return all that is to be tried now."""
+        if now < self._retry_at:
+            return []
+        due, self._messages = list(self._messages.values()), {}
+        return due
+
+    def retire(self, path: str) -> DeleteFile | None:
+        """A write took the file's place, and a retry would delete the new one; return the order."""
+        return self._messages.pop(path, None)
+
+    def succeeded(self) -> None:
+        """A file was deleted: begin with the shortest pause next time."""
+        self._back_off.succeeded()

@@ -4,7 +4,13 @@ import random
 
 import msgspec
 
-from prefixcached.actors.write_policy import WINDOW_HOURS, BackOff, WriteMeter, WriteQueue
+from prefixcached.actors.write_policy import (
+    WINDOW_HOURS,
+    BackOff,
+    FailedDeletions,
+    WriteMeter,
+    WriteQueue,
+)
 from prefixcached.protocol.actor_messages import (
     ClearNamespace,
     DeleteFile,
@@ -198,6 +204,24 @@ def test_pauses_grow_to_their_bound() -> None:
     assert [back_off.failed(10.0) for _ in range(5)] == [11.0, 12.0, 14.0, 15.0, 15.0]
     back_off.succeeded()
     assert back_off.failed(0.0) == 1.0
+
+
+def test_deletions_that_failed_are_tried_again_at_their_time() -> None:
+    """D5: all of them at once, ever more rarely, and never one whose file was written anew."""
+    failed = FailedDeletions(BackOff(1.0, 60.0))
+    assert (failed.take_due(0.0), failed.next_deadline, failed.error) == ([], None, "")
+    orders = [DeleteFile(str(number), f"path {number}", 1) for number in range(3)]
+    for order in orders:
+        failed.add(order, f"not {order.id}", 10.0)
+    assert (len(failed), failed.next_deadline, failed.error) == (3, 14.0, "not 2")
+    assert failed.retire("path 1") == orders[1]
+    assert failed.retire("path 1") is None
+    assert failed.take_due(13.9) == []
+    assert failed.take_due(14.0) == [orders[0], orders[2]]
+    assert (len(failed), failed.next_deadline, failed.error) == (0, None, "")
+    failed.succeeded()
+    failed.add(orders[0], "again", 20.0)
+    assert failed.next_deadline == 21.0
 
 
 def test_a_clear_follows_the_last_deletion_wherever_it_stands() -> None:
