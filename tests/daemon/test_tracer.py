@@ -124,7 +124,7 @@ async def test_what_ram_tier_orders_belongs_to_what_it_handles(tracer: Tracer) -
     traced_orders.send_nowait(Envelope(SyncAll()))
     box.outbox.send_nowait(Envelope(Freed(1, 1)))
     await box.inbox.receive()
-    traced_orders.send_nowait(Envelope(SyncAll()))
+    traced_orders.send_nowait(Envelope(SyncAll(1)))
     assert [(r.type, r.flow) for r in records(tracer)] == [
         ("offer", "1.1"), ("grant", "1.1"), ("sealed", "1.1"), ("new-image", ""),
         ("sync-all", "1.1"), ("freed", ""), ("sync-all", ""),
