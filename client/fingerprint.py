@@ -23,7 +23,7 @@ FORMAT_VERSION: Final = 1
 """Counts up whenever the bytes of an image mean something else than before."""
 
 _DIGEST_BYTES: Final = 20
-_MLX: Final = str(Path(nn.__file__).parents[1])
+_MLX: Final = str(Path(nn.layers.base.__file__).parents[2])
 _READABLE_SALT: Final = 64
 """Characters of a salt that a namespace shows; all of it is in the digest."""
 

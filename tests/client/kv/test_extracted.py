@@ -78,7 +78,8 @@ def test_what_stands_before_the_window_of_a_row_is_not_believed() -> None:
         prompt_said, answer_said = said
         ended = [one.uid for one in prompt_said if one.end_of_segment and not one.end_of_prompt]
         extracted += [(list(key), kv) for kv, key in generator.extract_cache(ended).values()]
-        extracted += [(list(a.all_tokens), a.prompt_cache) for a in answer_said if a.finish_reason]
+        finished: list[Any] = [one for one in answer_said if one.finish_reason]
+        extracted += [(list(one.all_tokens), one.prompt_cache) for one in finished]
     assert len(extracted) >= 2 * len(prompts)
     usable = 0
     for tokens, kv in extracted:
