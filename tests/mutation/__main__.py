@@ -1,13 +1,13 @@
 """Run the mutants of some or all modules; keep, print and write what became of them.
 
     python -m tests.mutation [MODULE ...] [--share 1.0] [--jobs 2] [--tests-seconds 5]
-                             [--survivors] [--new-tests] [--anew] [--work DIRECTORY]
+                             [--survivors] [--new-tests] [--work DIRECTORY]
 
 A share of each module's mutants is a seeded choice, and a larger share holds every smaller one.
-Results are kept in the work directory, so that a run can be stopped and taken up again.
-`--survivors` runs those again that survived and are not accepted, with more time or with
-`--new-tests`, which measures anew what the tests reach; `--anew` forgets all that is kept. A run
-of all modules writes results.md. The process that runs this must not have imported `prefixcached`
+Results are kept in the work directory, so that a run can be stopped and taken up again; those of a
+module that has changed since do not count. `--survivors` runs those again that survived and are not
+accepted, with more time or with `--new-tests`, which measures anew what the tests reach. A run of
+all modules writes results.md. The process that runs this must not have imported `prefixcached`
 (see `running`).
 """
 
@@ -31,7 +31,7 @@ import xxhash
 from tests.mutation.baseline import EXAMPLES, PROFILE, Reach, measure, test_files
 from tests.mutation.children import in_parallel
 from tests.mutation.modules import ROOT, mutated
-from tests.mutation.mutants import Mutant, mutants_of, share_of
+from tests.mutation.mutants import Mutant, digest_of, mutants_of, share_of
 from tests.mutation.report import RESULTS, page, reasons, summary
 from tests.mutation.running import Result, Running, needs_import, run_imported, run_loaded
 
@@ -48,7 +48,6 @@ def main() -> None:
     parser.add_argument("--survivors", action="store_true", help="only what survived before")
     parser.add_argument("--share", type=float, default=1.0, help="of each module's mutants")
     parser.add_argument("--new-tests", action="store_true", help="there are other tests")
-    parser.add_argument("--anew", action="store_true", help="the modules have changed")
     parser.add_argument("--work", type=Path, default=ROOT / ".mutation")
     options = parser.parse_args()
     # Whoever ends the run so wants its children ended as well (`outcome_of` does that).
@@ -59,8 +58,7 @@ def main() -> None:
     hypothesis.settings.register_profile(
         PROFILE, derandomize=True, deadline=None, max_examples=EXAMPLES, database=None
     )
-    forgotten = ("*.json", "*.jsonl") if options.anew else ("*.json",) * options.new_tests
-    for file in (file for pattern in forgotten for file in work.glob(pattern)):
+    for file in work.glob("*.json") if options.new_tests else ():
         file.unlink()
     reach = _reach(work, options.jobs)
     kept = _kept(work)
@@ -127,11 +125,16 @@ def _run(mutants: list[Mutant], reach: Reach, work: Path, jobs: int, tests_secon
 
 
 def _kept(work: Path) -> dict[Mutant, Result]:
-    """The last result of each mutant that ran in this or an earlier run."""
+    """The last result of each mutant of a module's present text, in this or an earlier run."""
     logs = sorted(work.glob("results-*.jsonl"), key=lambda log: log.stat().st_mtime)
     lines = (line for log in logs for line in log.read_bytes().splitlines())
     results = (msgspec.json.decode(line, type=Result) for line in lines)
-    return {result.mutant: result for result in results}
+    return {
+        result.mutant: result
+        for result in results
+        if (ROOT / result.mutant.module).exists()
+        and result.source == digest_of(result.mutant.module)
+    }
 
 
 main()

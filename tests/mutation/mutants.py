@@ -7,6 +7,7 @@ beside those, comparisons of order are not exchanged for those of identity or me
 
 import difflib
 import functools
+import hashlib
 import math
 import random
 from collections import Counter, defaultdict
@@ -48,6 +49,12 @@ def share_of(module: str, share: float) -> list[Mutant]:
     mutants = list(mutants_of(module))
     random.Random(module).shuffle(mutants)
     return mutants[: math.ceil(share * len(mutants))]
+
+
+@functools.cache
+def digest_of(module: str) -> str:
+    """Return what tells a module's text from any other."""
+    return hashlib.sha256((ROOT / module).read_bytes()).hexdigest()[:16]
 
 
 @functools.cache

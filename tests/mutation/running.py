@@ -21,7 +21,7 @@ import pytest
 from tests.mutation.baseline import Reach, run_pytest
 from tests.mutation.children import Limit, Outcome, outcome_of
 from tests.mutation.modules import ROOT, TESTED_IN, dotted
-from tests.mutation.mutants import Mutant, change_of, mutate
+from tests.mutation.mutants import Mutant, change_of, digest_of, mutate
 
 SECONDS_LEAST: Final = 10
 SECONDS_FACTOR: Final = 5
@@ -43,6 +43,8 @@ class Result(NamedTuple):
     outcome: Outcome
     tests: int
     """How many were to run; with none of them the mutant survives."""
+    source: str
+    """Which text of the module it was, as `mutants.digest_of`: of another one it says nothing."""
 
 
 def tests_for(mutant: Mutant, reach: Reach, seconds: float) -> list[str]:
@@ -104,7 +106,8 @@ class Running(NamedTuple):
             seconds = extra_seconds + max(SECONDS_LEAST, math.ceil(SECONDS_FACTOR * needed))
             limit = Limit(seconds, max(WALL_SECONDS, WALL_FACTOR * needed))
             outcome = outcome_of(lambda: run(changed, tests), limit)
-        self.tell(Result(mutant, change_of(mutant, source, changed), outcome, len(tests)))
+        change = change_of(mutant, source, changed)
+        self.tell(Result(mutant, change, outcome, len(tests), digest_of(mutant.module)))
 
 
 def run_loaded(files: list[str], mutants: Sequence[Mutant], running: Running) -> None:
