@@ -18,6 +18,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
+import numpy as np
+
 IOV_MAX: Final = 1024
 """Buffers of one `preadv` or `pwritev`: the limit of Linux and macOS alike."""
 
@@ -116,7 +118,8 @@ def write_all(moves: Sequence[Move], before_each: Callable[[], None]) -> None:
     jobs: dict[object, list[Move]] = {}
     for move in moves:
         for piece in _pieces(move):
-            jobs.setdefault(piece if is_mapped_only(piece.fd) else piece.fd, []).append(piece)
+            key = (piece.fd, piece.offset) if is_mapped_only(piece.fd) else piece.fd
+            jobs.setdefault(key, []).append(piece)
 
     def write(piece: Move) -> None:
         before_each()
@@ -150,7 +153,7 @@ def write_mapped(fd: int, offset: int, views: Sequence[memoryview]) -> None:
     with _mapped(fd, offset, views, mmap.PROT_READ | mmap.PROT_WRITE) as (memory, start):
         position = start
         for view in views:
-            memory[position : position + view.nbytes] = view
+            _copy(view, memory[position : position + view.nbytes])
             position += view.nbytes
 
 
@@ -159,8 +162,13 @@ def read_mapped(fd: int, offset: int, views: Sequence[memoryview]) -> None:
     with _mapped(fd, offset, views, mmap.PROT_READ) as (memory, start):
         position = start
         for view in views:
-            view[:] = memory[position : position + view.nbytes]
+            _copy(memory[position : position + view.nbytes], view)
             position += view.nbytes
+
+
+def _copy(source: memoryview, target: memoryview) -> None:
+    """Copy bytes without the interpreter's lock, which a slice assignment would hold."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 @contextlib.contextmanager

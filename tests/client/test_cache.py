@@ -30,6 +30,7 @@ from prefixcached.client import (
     Stored,
     UseAfterClose,
     connect,
+    transfer,
 )
 from prefixcached.protocol import limits, messages
 from prefixcached.protocol.image import ImageKind, ImageSpec
@@ -151,8 +152,16 @@ def changed(kind: type[Any], **changes: Any) -> Behaviour:
 # -- what works ---------------------------------------------------------------------------------
 
 
-def test_what_was_put_is_taken(cache: Cache, daemon: SmallDaemon) -> None:
-    """T12, T3: a hit gives back what was put, bit for bit, and leaves the last token."""
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_what_was_put_is_taken(
+    cache: Cache, daemon: SmallDaemon, monkeypatch: pytest.MonkeyPatch, is_mapped: bool
+) -> None:
+    """T12, T3: a hit gives back what was put, bit for bit, and leaves the last token.
+
+    Also where shared memory can only be mapped, as on macOS (PLATFORM 3.1).
+    """
+    if is_mapped:
+        monkeypatch.setattr(transfer, "is_mapped_only", lambda _: True)
     stored = store(cache)
     assert stored.length == len(TOKENS)
     assert stored.new_bytes == sum(

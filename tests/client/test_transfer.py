@@ -144,6 +144,28 @@ def placed(runs: list[transfer.Run]) -> dict[int, int]:
     return result
 
 
+def test_transfers_over_mapped_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PLATFORM 3.1: where shared memory can only be mapped, all of several images moves as well."""
+    monkeypatch.setattr(transfer, "is_mapped_only", lambda _: True)
+    rows = [
+        [np.random.default_rng(n).integers(255, size=transfer.PIECE_BYTES, dtype=np.uint8)] * 3
+        for n in range(2)
+    ]
+    images = [darwin.ShmImage(sum(row.nbytes for row in some)) for some in rows]
+    moves = [
+        transfer.Move(image.writable_descriptor, 0, [row.data for row in some])
+        for image, some in zip(images, rows, strict=True)
+    ]
+    transfer.write_all(moves, lambda: None)
+    for image, some in zip(images, rows, strict=True):
+        image.seal()
+        found = [np.zeros_like(row) for row in some]
+        move = transfer.Move(image.descriptor, 0, [row.data for row in found])
+        transfer.read_all([move], lambda: None)
+        assert all(np.array_equal(*pair) for pair in zip(found, some, strict=True))
+        image.free()
+
+
 def test_an_interrupted_transfer_leaves_no_thread_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """C3: Ctrl-C while helpers copy: they have stopped when it arrives, for the caller now closes.
 
