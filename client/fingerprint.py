@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ FORMAT_VERSION: Final = 1
 """Counts up whenever the bytes of an image mean something else than before."""
 
 _DIGEST_BYTES: Final = 20
-_MLX: Final = str(Path(nn.layers.base.__file__).parents[2])
+_MLX: Final = str(Path(nn.layers.base.__file__).parents[2]) + os.sep
 _READABLE_SALT: Final = 64
 """Characters of a salt that a namespace shows; all of it is in the digest."""
 
@@ -71,7 +72,7 @@ def fingerprint(model: nn.Module) -> str:
             if isinstance(value, mx.array):
                 _add(digest, f"{key}:{value.dtype}{value.shape}".encode())
                 sums += _sums(value)
-            elif isinstance(value, np.ndarray):
+            elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
                 _add(digest, f"{key}:{value.dtype}{value.shape}".encode())
                 _add(digest, value.tobytes())
             elif _is_plain(value):
@@ -120,12 +121,17 @@ def _leaves(module: nn.Module, derived: set[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if type(value) not in (list, tuple, dict) or _is_plain(value):
+    # Layers are dicts too.
+    if isinstance(value, nn.Module) or not isinstance(value, list | tuple | dict):
+        yield name, sorted(map(repr, value)) if isinstance(value, set | frozenset) else value
+    elif _is_plain(value):
         yield name, value
-        return
-    items = value.items() if type(value) is dict else enumerate(value)
-    for key, item in sorted(items, key=lambda pair: str(pair[0])):
-        yield from _parts(f"{name}.{key}", item)
+    else:
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in sorted(
+            ((str(key), item) for key, item in items if _is_plain(key)), key=lambda pair: pair[0]
+        ):
+            yield from _parts(f"{name}.{key}", item)
 
 
 def _sums(array: mx.array) -> list[mx.array]:
@@ -148,7 +154,7 @@ def _is_plain(value: Any) -> bool:
     # Not a subclass: layers are dicts too.
     if type(value) is dict:
         return all(_is_plain(part) for item in value.items() for part in item)
-    return value is None or isinstance(value, bool | int | float | str)
+    return value is None or isinstance(value, bool | int | float | str | np.generic)
 
 
 def _plain(args: Any) -> str:

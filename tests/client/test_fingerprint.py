@@ -4,8 +4,10 @@ import dataclasses
 import functools
 import subprocess
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,7 +19,13 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.rope_utils import initialize_rope
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from prefixcached.client.fingerprint import fingerprint, is_distributed, namespace, namespace_for
+from prefixcached.client.fingerprint import (
+    _Sources,
+    fingerprint,
+    is_distributed,
+    namespace,
+    namespace_for,
+)
 from prefixcached.protocol.limits import MAX_NAMESPACE_BYTES
 from tests.support import architectures
 
@@ -139,6 +147,13 @@ def test_every_parameter_of_an_adapter_counts() -> None:
     assert len(found) == 1 + len(trained)
 
 
+class Pair(NamedTuple):
+    """What some models keep their arrays in."""
+
+    array: mx.array
+    number: int
+
+
 class Holder(nn.Module):
     """A layer whose numbers lie in containers."""
 
@@ -153,9 +168,13 @@ def test_what_lies_in_containers_counts() -> None:
     held: list[object] = [
         [one], [two], (one, two), (two, one), {"a": one}, {"b": one}, {"a": [one]}, {"a": [two]},
         {"_a": two}, [one, 1], [one, 2], [np.ones(2)], [np.zeros(2)], np.ones(2), np.zeros(2),
-        np.ones(2, np.float32),
+        np.ones(2, np.float32), np.float32(1), np.float32(2), {1, 2}, {1, 3}, OrderedDict(z=one),
+        OrderedDict(z=two), Pair(one, 7), Pair(two, 7),
     ]  # fmt: skip
     assert len({fingerprint(Holder(value)) for value in held}) == len(held)
+    # What has no value of its own is left out, and keeps nobody from sharing.
+    odd = {"a": one, object(): one, "c": np.array([object()])}
+    assert fingerprint(Holder(odd)) == fingerprint(Holder({**odd, "c": np.array([object()])}))
     again = fingerprint(Holder({"b": two, "a": one}))
     assert again == fingerprint(Holder({"a": one, "b": two})), "the order of a dict says nothing"
 
@@ -249,10 +268,28 @@ def test_a_class_without_a_file_counts_by_its_code(base: str) -> None:
     assert defined(1.0) != defined(2.0) == defined(2.0)
 
 
-@pytest.mark.parametrize("name", ["plamo3", "gpt_oss", "qwen3_next"])
+def test_the_source_of_mlx_lm_counts(tmp_path: Path) -> None:
+    """N2: a model file that somebody edited in place is another model."""
+
+    def of(text: str) -> str:
+        file = tmp_path / "model.py"
+        file.write_text(text)
+        names: dict[str, Any] = {"__name__": "model"}
+        exec(compile(text, str(file), "exec"), names)
+        changed = model()
+        changed.__class__ = type("Model", (llama.Model,), {"f": names["f"]})
+        return fingerprint(changed)
+
+    assert of("def f(self): return 1") != of("def f(self): return 2")
+    ours = "".join(_Sources([llama.Model]))
+    assert Path(str(llama.__file__)).read_text() in ours
+
+
+@pytest.mark.parametrize("name", ["plamo3", "kimi_k3", "gpt_oss", "qwen3_next"])
 def test_use_changes_nothing(name: str) -> None:
     """N2: what layers compute at their first use is no part of it, nor is that they were used."""
     used = architectures.build(name)
+    used.eval()
     before = fingerprint(used)
     mx.eval(used(mx.array([[1, 2, 3]]), cache=make_prompt_cache(used)))
     assert fingerprint(used) == before
