@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from prefixcached.client.kv import OwnCaches
 from prefixcached.client.prompt_cache import DISABLED, PromptCache
 from prefixcached.client.results import Declined, Stored
 
@@ -237,7 +238,7 @@ class SharedPromptCache:
             kv, reused = first.fetch(tokens[: draft_reused + 1])
         if draft_reused != reused:
             return None, 0, draft_kv.misses or (_DRAFT_DIFFERS,)
-        return [*kv, *draft_kv], reused, misses
+        return OwnCaches([*kv, *draft_kv]), reused, misses
 
     def _store(
         self, model: Hashable, tokens: Sequence[int], prompt_cache: list[Any]
@@ -248,8 +249,11 @@ class SharedPromptCache:
         results: list[Stored | Declined] = []
         start = 0
         for shared, count in self._parts[model]:
+            part = prompt_cache[start : start + count]
+            if isinstance(prompt_cache, OwnCaches):
+                part = OwnCaches(part)
             try:
-                results.append(shared.store(tokens, prompt_cache[start : start + count]))
+                results.append(shared.store(tokens, part))
             except ValueError as error:
                 _logger.warning("the KV of %d tokens is not shared: %s", len(tokens), error)
                 results.append(Declined(reason=_INVALID))

@@ -456,3 +456,19 @@ def test_what_a_batch_extracts(cache: Cache, name: str) -> None:
     produced = [r.token for _ in range(2) for r in again.next_generated()]
     again.close()
     assert len(produced) == 2
+
+
+def test_rows_before_the_window_are_shared_where_they_are_its_own(bound: Bound) -> None:
+    """T13: caches that were fetched and grew were never in a batch: all their rows are believed."""
+    model, tokens = build("exaone4"), models.tokens("exaone4", 60)
+    shared = bound(model)
+    shared.insert_cache(KEY, tokens[:40], computed(tokens[:40], model))
+    kv, rest = shared.fetch_nearest_cache(KEY, tokens[:41])
+    assert kv is not None
+    assert len(rest) == 1
+    prefill(model, kv, tokens[40:60])
+    shared.insert_cache(KEY, tokens, kv)
+    branch = [*tokens[:50], (tokens[50] + 1) % 100, 3]
+    _, rest = shared.fetch_nearest_cache(KEY, branch)
+    assert len(rest) == 2
+    assert shared.fetch_nearest_cache(KEY, [*tokens[:30], 1, 1])[0] is None
