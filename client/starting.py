@@ -87,12 +87,11 @@ class Starter:
         """
         if self._clock() < self._paused_until:
             return self._failure
-        for file in paths.service_files():
-            if _mentions(file, self._path):
-                return (
-                    f"its service is installed ({file}) and stopped; "
-                    "run: prefixcached service start, or uninstall to let clients start it"
-                )
+        if (file := paths.service_of(self._path)) is not None:
+            return (
+                f"its service is installed ({file}) and stopped; "
+                "run: prefixcached service start, or uninstall to let clients start it"
+            )
         try:
             self._failure = self._start_once(deadline)
         except OSError as error:
@@ -181,9 +180,11 @@ class Starter:
     def _first_line(self, descriptor: int, deadline: float) -> bytes:
         """Return what the daemon prints when it serves; all it said where it ended before."""
         line = b""
+        poller = select.poll()  # `select` knows no descriptor beyond 1,023
+        poller.register(descriptor, select.POLLIN)
         while not line.endswith(b"\n"):
             left_seconds = deadline - self._clock()
-            if left_seconds <= 0 or not select.select([descriptor], [], [], left_seconds)[0]:
+            if left_seconds <= 0 or not poller.poll(1000 * left_seconds):
                 return _STILL_STARTING
             more = os.read(descriptor, 4096)
             if not more:
@@ -207,13 +208,6 @@ def _environment() -> dict[str, str]:
     if named := variables.get(paths.CONFIG_VARIABLE):
         variables[paths.CONFIG_VARIABLE] = str(Path(named).expanduser().absolute())
     return variables
-
-
-def _mentions(file: Path, socket_path: Path) -> bool:
-    try:
-        return os.fsencode(socket_path) in file.read_bytes()
-    except OSError:
-        return False
 
 
 def _lock(descriptor: int) -> bool:

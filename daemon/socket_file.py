@@ -129,6 +129,12 @@ class SocketFile:
             raise StartError(
                 f"{self._path} exists and is no socket; move it away or use another path"
             )
+        # launchd and systemd make their socket once: without its file nobody reaches them again.
+        if (file := paths.service_of(self._path)) is not None:
+            raise StartError(
+                f"the service ({file}) listens at {self._path}; run: prefixcached service start, "
+                "or give --socket another path. If the service is stopped, remove that socket"
+            )
         self._path.unlink()
 
     def __exit__(

@@ -4,6 +4,7 @@
 or $TMPDIR, whose files the system deletes after days (PLATFORM 1.6).
 """
 
+import contextlib
 import os
 import stat
 import sys
@@ -112,3 +113,12 @@ def service_files() -> tuple[Path, ...]:
         Path.home() / "Library" / "LaunchAgents" / f"{SERVICE_LABEL}.plist",
         config_home / "systemd" / "user" / f"{_APPLICATION}.socket",
     )
+
+
+def service_of(socket: Path) -> Path | None:
+    """The file of a service that holds the socket at this path; None where none is installed."""
+    for file in service_files():
+        with contextlib.suppress(OSError):
+            if os.fsencode(socket) in file.read_bytes():
+                return file
+    return None

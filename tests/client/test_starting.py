@@ -1,6 +1,8 @@
 """Clients that start the daemon themselves, with real processes."""
 
+import fcntl
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -178,6 +180,22 @@ def test_only_what_the_started_process_said_is_quoted(
         assert quoted in failure
         assert "another daemon" not in failure
         assert quoted in log.read_text() or not say, "the log has it as well"
+
+
+def test_a_process_with_many_files_can_start_a_daemon(home: Path) -> None:
+    """C4: a descriptor beyond 1,023 is one like any other."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 2048)), hard))
+    reader, writer = os.pipe()
+    high = fcntl.fcntl(reader, fcntl.F_DUPFD_CLOEXEC, 1500)
+    try:
+        os.write(writer, b"READY here\n")
+        line = Starter(home / "s")._first_line(high, time.monotonic() + START_SECONDS)
+        assert line == b"READY here\n"
+    finally:
+        for descriptor in (reader, writer, high):
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_daemon_that_refuses_is_quoted(home: Path) -> None:

@@ -81,6 +81,29 @@ def test_a_socket_left_by_a_killed_daemon_is_replaced(directory: Path) -> None:
     assert not (directory / "s").exists()
 
 
+def test_the_socket_of_a_service_is_left_alone(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PLATFORM 1.3: the supervisor makes it once; a daemon started by hand says so and ends."""
+    unit = directory / "systemd" / "user" / "prefixcached.socket"
+    unit.parent.mkdir(parents=True)
+    unit.write_text(f"[Socket]\nListenStream={directory / 's'}\n")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(directory))
+    with socket.socket(socket.AF_UNIX) as supervised:
+        supervised.bind(str(directory / "s"))
+        with (
+            pytest.raises(StartError, match="prefixcached service start"),
+            SocketFile(directory / "s"),
+        ):
+            pass
+        assert (directory / "s").is_socket()
+    # Another path, and one that the stopped service has given up, are free.
+    with SocketFile(directory / "other"):
+        (directory / "s").unlink()
+    with SocketFile(directory / "s"):
+        pass
+
+
 @pytest.mark.parametrize("kind", ["file", "directory", "link"])
 def test_what_is_no_socket_is_left_alone(directory: Path, kind: str) -> None:
     """A wrong --socket must not cost anybody a file."""
