@@ -157,10 +157,11 @@ class LaunchAgent:
             said.append("the daemon did not end in time; launchd ends it now")
         for _ in range(ATTEMPTS):
             status, text = self._call("bootout", f"{domain}/{LABEL}")
-            if status in (0, NO_SUCH_PROCESS, NOT_SUPPORTED):
-                return [*said, "stopped"]
-            if status not in (IN_PROGRESS, IO_ERROR):
+            if status not in (0, NO_SUCH_PROCESS, NOT_SUPPORTED, IN_PROGRESS, IO_ERROR):
                 raise _refused("stop", status, text)
+            # It returns before launchd has let go of the label, which cannot be loaded until then.
+            if status in (0, NO_SUCH_PROCESS, NOT_SUPPORTED) and not self._is_known(domain, LABEL):
+                return [*said, "stopped"]
             self._pause(RETRY_SECONDS)
         raise ServiceError(f"launchd is still stopping {LABEL}; try again in a minute")
 

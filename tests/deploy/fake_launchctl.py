@@ -1,8 +1,8 @@
 """A stand-in for launchctl, run as a program: keeps launchd's state in a file, records its calls.
 
 The state is JSON beside this file's copy: ``gui`` (whether somebody is logged in), ``loaded``
-(domain/label), ``errors`` (by verb, the exit codes of its next calls), ``calls``, ``text`` (what
-print prints).
+(domain/label), ``draining`` (how often bootout and print still find what bootout took out),
+``errors`` (by verb, the exit codes of its next calls), ``calls``, ``text`` (what print prints).
 """
 
 import json
@@ -22,32 +22,41 @@ TEXTS = {
 
 def answer(state: dict[str, Any], verb: str, arguments: list[str]) -> int:
     planned = state["errors"].get(verb, [])
-    if planned:
-        return int(planned.pop(0))
     loaded: list[str] = state["loaded"]
+    if planned:
+        code = int(planned.pop(0))
+        if verb == "bootout" and code in (3, 125):
+            loaded.clear()
+        return code
     if verb == "print":
         (target,) = arguments
         if target.count("/") == 1:
             return 0 if state["gui"] or not target.startswith("gui/") else 113
         print(state["text"])
-        return 0 if target in loaded else 113
+        return 0 if target in loaded or still_drains(state) else 113
     if verb == "bootstrap":
         domain, file = arguments
         label = plistlib.loads(Path(file).read_bytes())["Label"]
         if domain.startswith("gui/") and not state["gui"]:
             return 125
-        if f"{domain}/{label}" in loaded:
+        if f"{domain}/{label}" in loaded or still_drains(state):
             return 5
         loaded.append(f"{domain}/{label}")
         return 0
     if verb == "bootout":
         if arguments[0] not in loaded:
-            return 3
+            return 36 if still_drains(state) else 3
         loaded.remove(arguments[0])
         return 0
     if verb == "kickstart":
         return 0 if arguments[-1] in loaded else 113
     return 0
+
+
+def still_drains(state: dict[str, Any]) -> bool:
+    drains = state.get("draining", 0) > 0 and not state["loaded"]
+    state["draining"] = state.get("draining", 0) - drains
+    return bool(drains)
 
 
 def main() -> None:

@@ -254,6 +254,21 @@ def test_bootout_takes_its_time(
     assert len(pauses) == waits
 
 
+def test_bootout_returns_before_the_label_is_free(
+    agent: LaunchAgent, launchd: Launchd, pauses: list[float]
+) -> None:
+    """PLATFORM 1.4: while launchd drains, loading says EIO, as it does of what is loaded."""
+    agent.install()
+    launchd.set(draining=6)
+    assert agent.stop() == ["stopped"]
+    assert pauses
+    assert not agent.is_loaded()
+    agent.install()
+    launchd.set(draining=6)
+    agent.install()
+    assert agent.is_loaded()
+
+
 def test_any_other_error_is_told(agent: LaunchAgent, launchd: Launchd) -> None:
     """With its number and launchctl's text."""
     launchd.set(errors={"bootstrap": [78]})
