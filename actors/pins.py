@@ -93,7 +93,8 @@ class PinDesk:
             file.close()
         if pin.id not in self.pins:
             return
-        if files is None:
+        # What a put absorbed meanwhile is not needed any more, whatever became of its file.
+        if files is None and any(entry in pin.entries for entry in on_disk.values()):
             self._give_up(pin)
             return
 

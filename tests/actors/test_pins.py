@@ -71,6 +71,26 @@ def test_a_pin_follows_what_replaces_its_end() -> None:
     check_core(core)
 
 
+def test_a_prefetch_answers_with_what_absorbed_what_it_reads() -> None:
+    """F1, P11: a put stored the leaf again while its file was read, and the file is gone since."""
+    core = Core(small_config(ssd_bytes=1 << 30, write_delay_seconds=0.0, segment_min_tokens=64))
+    disk, client = FakeDisk(core), Client(core)
+    client.store(sequence(10))
+    disk.settle()
+    (leaf,) = core.index.entries.values()
+    core.index.drop_memory(leaf)
+    slot = client.prefetch(sequence(12))
+    disk.accept()
+    assert slot.reply is None
+    client.store(sequence(20))
+    while disk.step():
+        pass
+    assert not leaf.attached
+    disk.finish_read(next(iter(disk.reads)), "good")
+    assert slot.reply == wire.Pinned(pin=pinned(slot), length=10)
+    check_core(core)
+
+
 def test_a_prefetch_that_does_not_fit_pins_all_the_same() -> None:
     """F1, E6: resident if the budget allows; the files stay pinned."""
     core, disk, client = two_tiers(10, 20, ram_pages=2)
