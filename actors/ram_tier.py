@@ -186,6 +186,7 @@ class RamTier:
                 self.writes.synced(sync, error, now)
             case inner.FilesLost():
                 log.warning("files-lost", images=self.index.lose_all_files())
+                self.writes.files_lost()
             case inner.TrashEmptied(allocated_bytes=nbytes, done=done, error=error):
                 self.index.trash_emptied(nbytes, done=done, is_stuck=bool(error))
             case inner.NamespaceCleared(epoch=epoch, error=error):

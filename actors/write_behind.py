@@ -56,6 +56,12 @@ class FlushWait:
         """Count an image that became ``outcome``: written, skipped or failed."""
         setattr(self, outcome, getattr(self, outcome) + 1)
 
+    def begin_again(self, number: int) -> None:
+        """Forget what was done; answers to its former number are late."""
+        self.sync, self.stage = number, FlushStage.LOOKS
+        self.written = self.skipped = self.failed = 0
+        self.remaining.clear()
+
     def end(self, *, complete: bool) -> None:
         """Answer it."""
         self.answer.set(
@@ -181,6 +187,13 @@ class WriteDesk:
             else:
                 wait.count(self._refusal)
         self._answer_flushes(now)
+
+    def files_lost(self) -> None:
+        """Flushes begin again: what they saw written has to be written once more (rule D7)."""
+        for wait in self._flushes:
+            if wait.stage is not FlushStage.LOOKS:
+                wait.begin_again(next(self._shared.numbers))
+                self._shared.orders.ssd(SyncAll(wait.sync))
 
     def client_gone(self, session: int) -> None:
         """Forget the flushes of a connection."""

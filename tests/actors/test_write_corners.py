@@ -1,12 +1,15 @@
 """The writer's queue in rare orders of events (rules P8, D1, D6, D7, D11, C4, E1)."""
 
+import pytest
+
 from prefixcached.protocol import messages as wire
-from prefixcached.protocol.actor_messages import Synced, WriteImage
+from prefixcached.protocol.actor_messages import FilesLost, Synced, WriteImage
 from prefixcached.protocol.image import ImageKind, ImageSpec, StateTensor
 from tests.actors.test_write_behind import orders, two_tiers
 from tests.support.core import PAGE, Core, small_config
 from tests.support.core_checks import check_core, check_disk_idle
 from tests.support.core_client import Client, sequence
+from tests.support.core_disk import FakeDisk
 
 
 def put_object(core: Core, spec: ImageSpec) -> None:
@@ -91,6 +94,33 @@ def test_a_disk_that_fails_does_not_fail_what_was_cleared() -> None:
     disk.step(fails=True)
     assert slot.reply == wire.Flushed(written=0, skipped=1, failed=2)
     assert core.writes.refused == 1
+
+
+@pytest.mark.parametrize("written", [1, 2])
+def test_a_flush_begins_again_when_all_files_are_lost(written: int) -> None:
+    """P8, D7: what it saw written is gone, so it waits until it was written once more."""
+    core = Core(small_config(ssd_bytes=1 << 30, write_delay_seconds=9.0))
+    disk, client = FakeDisk(core), Client(core)
+    for salt in range(2):
+        client.store(sequence(10, salt))
+    core.auto_sync = False
+    slot = client.flush()
+    core.send(Synced(core.syncing.pop(0).sync))
+    for _ in range(written):
+        disk.step()
+    late = [order.sync for order in core.syncing]
+    core.syncing.clear()
+    disk.files.clear()
+    core.send(FilesLost())
+    for number in late:
+        core.send(Synced(number))
+    assert slot.reply is None
+    core.auto_sync = True
+    core.send(Synced(core.syncing.pop(0).sync))
+    disk.settle()
+    assert slot.reply == wire.Flushed(written=2, skipped=0, failed=0)
+    assert len(disk.files) == 2
+    check_core(core)
 
 
 def test_a_flush_of_another_connection_is_not_forgotten() -> None:
