@@ -332,8 +332,10 @@ class Prefetcher:
         """Quarantine a file; DirectoryGoneError where that fails for want of the directory."""
         try:
             self._store.quarantine(entry, reason)
-        except (FileNotFoundError, StoreUnusableError):
+        except (FileNotFoundError, StoreUnusableError) as error:
             self._store.reader.require_directory()
+            if self._store.reader.is_there(entry):  # it is the quarantine that is missing
+                raise DirectoryGoneError(error.errno, error.strerror, error.filename) from error
             raise
 
     def _note(self, error: OSError) -> None:

@@ -129,6 +129,12 @@ class Reader:
                 errno.ENOENT, "the directory is not where it was", self._directory.path
             ) from error
 
+    def is_there(self, entry: FileEntry) -> bool:
+        """Whether the entry's file can be opened where it should lie; errors as `verify`."""
+        with contextlib.suppress(FileNotFoundError), self._opened(entry):
+            return True
+        return False
+
     def verify(
         self, entry: FileEntry, known: Identity | None = None, step: Callable[[], None] = no_step
     ) -> VerifiedFile:

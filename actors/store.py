@@ -314,6 +314,8 @@ class Store:
             self.directory.opened_namespace(directory) as within,
         ):
             self.filesystem.unlink(name, within)
+        # A write of the same name that failed in its last step left it counted as nobody's.
+        self._waste.remove(f"{SEGMENTS}/{path}")
         self._reached(CrashPoint.AFTER_DELETE)
 
     def clear(self, namespace: str | None) -> None:

@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import shutil
 import stat
 import threading
 from collections.abc import AsyncIterator
@@ -457,7 +458,8 @@ async def test_damage_that_vanishes_before_it_is_moved_is_missing(tmp_path: Path
 
     class Gone(QuickFs):
         def rename(self, name: str, within: int, new_name: str, new_within: int) -> None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+            self.unlink(name, within)
+            super().rename(name, within, new_name, new_within)
 
     (entry,) = stored(tmp_path, segment())
     path_of(tmp_path, entry).write_bytes(b"short")
@@ -465,6 +467,18 @@ async def test_damage_that_vanishes_before_it_is_moved_is_missing(tmp_path: Path
         outcome, file = await desk.read(1, entry)
         assert (outcome.missing, outcome.damaged, file) == (True, False, None)
         assert desk.quarantined == 0
+
+
+async def test_damage_without_a_quarantine_is_not_missing(tmp_path: Path) -> None:
+    """D3: where only the quarantine is gone the file stands and counts; the disk is looked at."""
+    (entry,) = stored(tmp_path, segment())
+    path_of(tmp_path, entry).write_bytes(b"short")
+    async with running(tmp_path) as desk:
+        shutil.rmtree(tmp_path / QUARANTINE)
+        outcome, file = await desk.read(1, entry)
+        assert (outcome.missing, outcome.damaged, file) == (False, False, None)
+        assert desk.directory_missed == 1
+        assert path_of(tmp_path, entry).exists()
 
 
 async def test_only_so_many_verifications_are_remembered(

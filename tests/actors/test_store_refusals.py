@@ -15,6 +15,7 @@ from prefixcached.actors import memory
 from prefixcached.actors.filesystem import allocated_bytes
 from prefixcached.actors.storage_format import (
     encode_header,
+    file_name,
     namespace_directory,
     schema_name,
 )
@@ -25,6 +26,7 @@ from prefixcached.actors.store_directory import (
     SEGMENTS,
     TEMPORARY_PREFIX,
     TRASH,
+    entry_path,
 )
 from prefixcached.protocol.actor_messages import FileEntry
 from prefixcached.protocol.image import WindowRows, layout
@@ -187,6 +189,13 @@ def test_a_file_whose_name_may_not_be_durable_is_counted_until_it_is(
         write(store, other)
     assert store.waste.foreign_files == 1
     assert store.other_bytes == entry.allocated_bytes + schema_bytes(store, entry)
+    system.refuses.clear()
+    name = file_name(other.header.id, other.header.kind)
+    store.delete(entry_path(namespace_directory(other.header.namespace), name))
+    assert store.other_bytes == schema_bytes(store, entry), "whoever deletes it ends that"
+    system.refuses["barrier_directory"] = always
+    with pytest.raises(OSError, match="injected"):
+        write(store, other)
     system.refuses.clear()
     again = write(store, other)
     assert store.waste.foreign_files == 0
