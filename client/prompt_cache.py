@@ -12,7 +12,7 @@ from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 
 from prefixcached.client.cache import Cache
 from prefixcached.client.fingerprint import fingerprint, is_distributed, namespace
-from prefixcached.client.kv import Attachments, OwnCaches, UnsupportedCacheError, description
+from prefixcached.client.kv import Attachments, OwnCaches, description
 from prefixcached.client.results import Declined, Hit, Miss, Stored
 
 DISABLED: Final = "disabled"
