@@ -29,6 +29,7 @@ from prefixcached.actors.ledger import Ledger
 from prefixcached.actors.quotas import Quotas
 from prefixcached.actors.retention_policy import RetentionPolicy
 from prefixcached.actors.victims import Victims
+from prefixcached.actors.write_policy import CLEARED, MOST_FAILED_DELETIONS
 from prefixcached.protocol.actor_messages import DeleteFile, FileEntry
 from prefixcached.protocol.schema import Schema
 
@@ -104,6 +105,7 @@ class Index:
         self._trash_elsewhere_bytes = 0
         self._is_trash_stuck = False
         self._undeletable: set[tuple[str, int]] = set()
+        self._failed_in_a_row: set[tuple[str, int]] = set()
         self._labels: dict[str, set[Label]] = {}
         self._kept: dict[int, list[Entry]] = {}
         self.unattached: dict[str, FileEntry] = {}
@@ -437,11 +439,15 @@ class Index:
     def make_room_on_disk(self, nbytes: int) -> bool:
         """Delete files until ``nbytes`` more fit once they are gone; False if they cannot.
 
-        Files that no entry owns go first (rule D10).
+        Files that no entry owns go first (rule D10). After a deletion that failed one is tried at a
+        time, and after several in a row none: the index would go entry by entry, and the files,
+        once they can be deleted, after it.
         """
         over = self.ssd.bytes - self._leaving_disk() + nbytes - self.ssd.bytes_cap
         if over <= 0:
             return True
+        if len(self._failed_in_a_row) >= MOST_FAILED_DELETIONS:
+            return False
         states = ("writing", "lingering", "undeletable", "other")
         fixed = sum(self.ssd.bytes_by_state[s] for s in states)
         fixed += self.ssd.bytes_by_state["trash"] if self._is_trash_stuck else 0
@@ -449,7 +455,13 @@ class Index:
         fixed += sum(e.file.allocated_bytes for e in self.entries.values() if e.file and e.holders)
         if fixed + nbytes > self.ssd.bytes_cap:
             return False
-        while over > 0 and self.unattached:
+        tries = math.inf
+        if self._failed_in_a_row:
+            if self.ssd.images_by_state["deleting"]:
+                return True  # its outcome tells more
+            tries = 1
+        while over > 0 and tries and self.unattached:
+            tries -= 1
             file_id, file = self.unattached.popitem()
             self.ssd.move("other", "deleting", file.allocated_bytes)
             self._outlet.delete_file(DeleteFile(file_id, file.path, file.allocated_bytes))
@@ -458,18 +470,19 @@ class Index:
         if over > 0 and others:
             # Their bytes come back later; what is needed now is taken from entries as well.
             self._outlet.drop_others(min(over, others))
-        if over > 0:
+        if over > 0 and tries:
             for victim in self.ssd_victims.in_order():
                 assert victim.file is not None
+                tries -= 1
                 over -= victim.file.allocated_bytes
                 self.counters["ssd_evictions"] += 1
                 self._policy.evicted(victim)
                 if victim.memory is None:
                     self.evicted_memory.remember(victim, "ssd-cap")
                 self.drop_file(victim)
-                if over <= 0:
+                if over <= 0 or not tries:
                     break
-        return over <= 0
+        return over <= 0 or not tries
 
     def fits_on_disk(self, nbytes: int) -> bool:
         """Whether ``nbytes`` more are within the cap at this moment."""
@@ -488,7 +501,7 @@ class Index:
         """
         self._clears += 1
         self._is_trash_expected = True
-        states = ("lingering", "writing", "deleting", "undeletable")
+        states = ("lingering", "writing", "deleting")
         self._trash_elsewhere_bytes += sum(self.ssd.bytes_by_state[s] for s in states)
         for file in list(self.unattached.values()):
             if namespace in (None, file.header.namespace):
@@ -539,16 +552,26 @@ class Index:
     def deleted(self, file_id: str, nbytes: int, error: str = "") -> None:
         """A file that was being deleted is gone, or stays for now where there is an ``error``.
 
-        One that stays makes no room: others have to, and no write may wait for it.
+        One that stays makes no room: others have to, and no write may wait for it. It is told once
+        more when it is gone at last, is written anew, or went into the trash.
         """
         file = file_id, nbytes
         state = "undeletable" if file in self._undeletable else "deleting"
-        if not error:
-            self._undeletable.discard(file)
-            self.ssd.remove(state, nbytes)
-        elif state == "deleting":
-            self._undeletable.add(file)
-            self.ssd.move("deleting", "undeletable", nbytes)
+        if error and error != CLEARED:
+            if state == "deleting":
+                self._undeletable.add(file)
+                self._failed_in_a_row.add(file)
+                self.ssd.move("deleting", "undeletable", nbytes)
+            return
+        self._undeletable.discard(file)
+        self._failed_in_a_row.discard(file)
+        if error:
+            self.ssd.move(state, "trash", nbytes)
+            return
+        self.ssd.remove(state, nbytes)
+        is_anew = self.writing is not None and self.writing.id == file_id
+        if state == "deleting" or not is_anew:  # it was deleted, so others can be
+            self._failed_in_a_row.clear()
 
     # -- inside ---------------------------------------------------------------------------------
 

@@ -21,12 +21,14 @@ from prefixcached.actors.filesystem import ImageMemory
 from prefixcached.actors.mailbox import UNBOUNDED, Inbox, Outbox
 from prefixcached.actors.scanning import ScanBatch
 from prefixcached.actors.ssd_settings import COUNTERS, SsdTierConfig, SsdTierStatistics
-from prefixcached.actors.storage_format import file_bytes_bound
+from prefixcached.actors.storage_format import file_bytes_bound, namespace_directory
 from prefixcached.actors.store import Store
 from prefixcached.actors.store_directory import StoreUnusableError
 from prefixcached.actors.write_policy import (
     BUDGET_SPENT,
     CANCELLED,
+    CLEARED,
+    MOST_FAILED_DELETIONS,
     BackOff,
     FailedDeletions,
     WriteMeter,
@@ -60,6 +62,9 @@ TRASH_SLICE_FILES: Final = 32
 
 _SHORTAGES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Errors that say nothing of a file and pass: it is read a little later."""
+
+_OF_THE_DISK: Final = (errno.EROFS, errno.EIO, errno.ENODEV, errno.ENXIO, errno.ENOTCONN)
+"""Errors of a deletion that every other one would get as well."""
 
 _log = structlog.get_logger(__name__)
 _Result = TypeVar("_Result")
@@ -216,7 +221,7 @@ class SsdTier:
                 await self._clear(self._failed_clears.pop(0))
             elif not self._is_draining and (due := self._failed_deletes.take_due(now)):
                 for message in due:
-                    await self._delete(message)
+                    await self._delete(message, is_retry=True)
             elif self._others_wanted_bytes:
                 wanted, self._others_wanted_bytes = self._others_wanted_bytes, 0
                 await self._in_thread(self._store.drop_others, wanted)
@@ -311,22 +316,29 @@ class SsdTier:
             # Either the write that follows fails as well, or the next one stores it.
             _log.warning("write-meter-not-stored", error=str(error))
 
-    async def _delete(self, message: DeleteFile) -> None:
+    async def _delete(self, message: DeleteFile, *, is_retry: bool = False) -> None:
         try:
             await self._in_thread(self._store.delete, message.path)
         except OSError as error:
             # Its bytes count until it is gone (rule D5); RamTier must not wait for them.
             self._counters["deletions_failed"] += 1
             _log.warning("file-not-deleted", file=message.path, error=str(error))
-            self._failed_deletes.add(message, str(error), trio.current_time())
+            self._failed_deletes.add(message, str(error), trio.current_time(), is_retry=is_retry)
+            if not self._failure and self._is_of_the_disk(error, is_retry=is_retry):
+                await self._fail(error)  # known before RamTier would evict another file instead
             await self._report(Deleted(message.id, message.allocated_bytes, error=str(error)))
-            if isinstance(error, StoreUnusableError) and not self._failure:
-                await self._fail(error)  # every other step would fail as well
             return
         self._failed_deletes.succeeded()
         if self._failure:
             self._retry_at = trio.current_time()  # there may be room now
         await self._deleted(message)
+
+    def _is_of_the_disk(self, error: OSError, *, is_retry: bool) -> bool:
+        """Whether a deletion failed as others would. A retry says no more than the first try."""
+        if isinstance(error, StoreUnusableError):
+            return True
+        in_a_row = self._failed_deletes.in_a_row
+        return not is_retry and (error.errno in _OF_THE_DISK or in_a_row == MOST_FAILED_DELETIONS)
 
     async def _deleted(self, message: DeleteFile) -> None:
         self._counters["deletions"] += 1
@@ -346,6 +358,10 @@ class SsdTier:
             )
             return
         self._counters["clears"] += 1
+        name = message.namespace
+        directory = None if name is None else namespace_directory(name)
+        for moved in self._failed_deletes.retire_below(directory):
+            await self._report(Deleted(moved.id, moved.allocated_bytes, error=CLEARED))
         self._trash_at = trio.current_time()
         await self._report(NamespaceCleared(message.namespace, message.epoch))
 
@@ -363,7 +379,8 @@ class SsdTier:
         await self._report_lost_files()
         drained = await self._drain() if any(sync.drain for sync in syncs) else ""
         for sync in syncs:
-            await self._report(Synced(sync.sync, drained if sync.drain else ""))
+            if sync.sync:  # else it is the prefetcher's, and nobody waits (`directory_missed`)
+                await self._report(Synced(sync.sync, drained if sync.drain else ""))
 
     async def _drain(self) -> str:
         """Return why what was written may not survive a loss of power; empty where it does."""

@@ -21,6 +21,12 @@ CANCELLED: Final = "cancelled"
 BUDGET_SPENT: Final = "daily write budget spent"
 """`Written.error` of a write that rule D6 forbids."""
 
+CLEARED: Final = "cleared"
+"""`Deleted.error` of a file that could not be deleted and went into the trash by a clear."""
+
+MOST_FAILED_DELETIONS: Final = 3
+"""So many deletions fail in a row, and it is not the files: nothing is evicted to no avail (D5)."""
+
 WINDOW_HOURS: Final = 24
 """The budget of rule D6 is for the last 24 hours, counted by the hour; the hour that is partly out
 of them counts whole, so that no 24 hours ever see more."""
@@ -214,9 +220,11 @@ class BackOff:
 
 
 class FailedDeletions:
-    """Files that could not be deleted, and when that is tried again."""
+    """Files that could not be deleted, and when that is tried again: all of them in one round."""
 
     def __init__(self, back_off: BackOff) -> None:
+        self.in_a_row = 0
+        """Files whose first try failed since a deletion worked."""
         self._back_off = back_off
         self._messages: dict[str, DeleteFile] = {}
         self._retry_at = 0.0
@@ -235,11 +243,13 @@ class FailedDeletions:
         """When they are tried again; None where there are none."""
         return self._retry_at if self._messages else None
 
-    def add(self, message: DeleteFile, error: str, now: float) -> None:
-        """Keep what failed."""
+    def add(self, message: DeleteFile, error: str, now: float, *, is_retry: bool = False) -> None:
+        """Keep what failed. The first of a round says when the next one is, for all that join."""
+        if not self._messages:
+            self._retry_at = self._back_off.failed(now)
         self._messages[message.path] = message
         self._error = error
-        self._retry_at = self._back_off.failed(now)
+        self.in_a_row += not is_retry
 
     def take_due(self, now: float) -> list[DeleteFile]:
         """Remove and return all that is to be tried now."""
@@ -252,6 +262,15 @@ class FailedDeletions:
         """A write took the file's place, and a retry would delete the new one; return the order."""
         return self._messages.pop(path, None)
 
+    def retire_below(self, directory: str | None) -> list[DeleteFile]:
+        """A clear moved ``directory`` (all when None) away; return the orders it made void."""
+        paths = [
+            path for path in self._messages
+            if directory is None or path.startswith(f"{directory}/")
+        ]  # fmt: skip
+        return [self._messages.pop(path) for path in paths]
+
     def succeeded(self) -> None:
         """A file was deleted: begin with the shortest pause next time."""
+        self.in_a_row = 0
         self._back_off.succeeded()

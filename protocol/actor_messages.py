@@ -258,7 +258,8 @@ class ClearNamespace(ActorMessage, frozen=True, tag="clear-namespace"):
 class SyncAll(ActorMessage, frozen=True, tag="sync-all"):
     """Start pending writes at once instead of waiting for their delay (a flush waits).
 
-    Once SsdTier has looked whether its directory still stands, it answers `Synced` with ``sync``.
+    Once SsdTier has looked whether its directory still stands, it answers `Synced` with ``sync``,
+    unless that is 0 and nobody waits.
     With ``drain`` it has the drive drained instead: what was written until then survives a loss of
     power (rule P8).
     """

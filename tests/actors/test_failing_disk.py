@@ -102,6 +102,11 @@ class Actors:
                     return
                 await trio.sleep(0.001)  # asking without end would keep the disk's threads waiting
 
+    @property
+    def durable(self) -> int:
+        """Entries that have a file."""
+        return sum(entry.file is not None for entry in self._ram_tier.index.entries.values())
+
     async def healthy(self) -> None:
         """Wait until the disk is known to work again."""
         await self.until(lambda report: bool(report.disk["healthy"]))
@@ -218,6 +223,53 @@ async def test_what_is_on_an_unplugged_volume_is_there_when_it_is_back(scratch: 
         report = await actors.report()
         assert report.ssd_bytes == held
         assert report.disk["missing"] == 0
+
+
+class UndeletableFs(QuickFs):
+    """Refuses to delete images while it has an ``error``; with EROFS to write any file as well."""
+
+    error = 0
+
+    def unlink(self, name: str, within: int) -> None:
+        if self.error and name.endswith(".safetensors"):
+            raise OSError(self.error, os.strerror(self.error))
+        super().unlink(name, within)
+
+    def create_file(self, name: str, within: int) -> int:
+        if self.error == errno.EROFS:
+            raise OSError(self.error, os.strerror(self.error))
+        return super().create_file(name, within)
+
+
+@pytest.mark.parametrize("error", [errno.EROFS, errno.EPERM], ids=["read-only", "no deletions"])
+async def test_a_full_tier_that_deletes_nothing_keeps_its_entries(
+    scratch: Path, error: int
+) -> None:
+    """D5, D7: one write's victims and three more go at most, and nothing else once it works."""
+    system = UndeletableFs()
+    async with running(scratch / "state", system) as actors:
+        await actors.loaded()
+        for salt in range(100, 140):
+            await actors.put(sequence(10, salt))
+            await actors.flush()
+        before = actors.durable
+        system.error = error
+        for salt in range(200, 220):
+            assert isinstance(await actors.put(sequence(10, salt)), wire.Stored)
+            assert await actors.take(sequence(10, salt)) == 10
+        await actors.flush()
+        assert actors.durable >= before - 6
+        system.error = 0
+        await actors.until(lambda report: not report.ssd_bytes_by_state["undeletable"])
+        await actors.healthy()
+        assert isinstance(await actors.put(KEPT[0]), wire.Stored)
+        assert (await actors.flush()).failed == 0
+        written = actors.durable
+        assert written >= before - 3
+    async with running(scratch / "state", QuickFs()) as actors:
+        await actors.loaded()
+        assert actors.durable == written
+        assert await actors.take(KEPT[0]) == len(KEPT[0])
 
 
 async def test_a_deleted_directory_is_noticed_by_whoever_reads_first(scratch: Path) -> None:

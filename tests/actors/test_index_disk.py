@@ -2,11 +2,31 @@
 
 import random
 
+from prefixcached.actors.entries import WriteState
 from prefixcached.protocol.actor_messages import DropOthers, FilesLost
+from prefixcached.protocol.messages import Flushed
 from tests.actors.test_index_corners import two_tiers
 from tests.support.core import PAGE, Core, small_config
 from tests.support.core_client import Client, sequence
 from tests.support.core_disk import FakeDisk
+
+SPARE_PAGES = 3
+"""A write reserves four pages for a file of one: with three free, one victim is enough."""
+
+
+def at_the_cap(count: int) -> tuple[Core, FakeDisk, Client]:
+    """A daemon whose disk holds ``count`` files of one page; the next write needs a victim."""
+    core, disk, client = two_tiers()
+    for salt in range(count):
+        client.store(sequence(10, salt))
+    disk.settle()
+    core.index.ssd.bytes_cap = disk.bytes + SPARE_PAGES * PAGE
+    return core, disk, client
+
+
+def findable(core: Core) -> int:
+    """Entries on the disk that can be found."""
+    return sum(entry.file is not None for entry in core.index.entries.values())
 
 
 def with_orphans(count: int) -> tuple[Core, FakeDisk, Client]:
@@ -217,6 +237,82 @@ def test_what_was_being_deleted_at_one_clear_does_not_count_at_the_next() -> Non
     disk.step()
     disk.empty_trash()
     assert core.index.ssd.bytes_by_state["trash"] == PAGE
+
+
+def test_a_disk_that_deletes_nothing_costs_three_entries_at_most() -> None:
+    """D5: puts and flushes go on without it, and are written again once files can be deleted."""
+    core, disk, client = at_the_cap(20)
+    disk.refuses_deletions = True
+    for salt in range(100, 110):
+        client.store(sequence(10, salt))
+        disk.settle()
+        core.advance(1.0)
+        disk.retry_deletions()
+    flush = client.flush()
+    assert flush.reply == Flushed(written=0, skipped=13, failed=0)  # those that were evicted too
+    assert findable(core) == 17
+    assert len(disk.files) == 20
+    disk.refuses_deletions = False
+    disk.retry_deletions()
+    flush = client.flush()
+    disk.settle()
+    assert flush.reply == Flushed(written=13, skipped=0, failed=0)
+    assert findable(core) == len(disk.files) == 20
+
+
+def test_other_files_that_can_be_deleted_show_that_it_was_the_files() -> None:
+    """D5: three that cannot be deleted, with others that can between them, hold up nobody."""
+    core, disk, client = at_the_cap(10)
+    for salt in range(100, 104):
+        disk.refuses_deletions = True
+        client.store(sequence(10, salt))
+        disk.step()
+        disk.refuses_deletions = False
+        disk.settle()
+        assert not [e for e in core.index.entries.values() if e.write is WriteState.REFUSED]
+    assert len(disk.undeletable) == 4
+
+
+def test_a_write_in_an_undeletable_files_place_shows_nothing_of_deletions() -> None:
+    """D5: only a deletion that worked lets others be tried."""
+    core, disk, client = at_the_cap(20)
+    disk.refuses_deletions = True
+    client.store(sequence(10, 100))
+    disk.settle()
+    assert findable(core) == 17
+    core.index.ssd.bytes_cap += PAGE
+    assert client.reuse((*sequence(10, 0), 7)) == 10  # so that it is written again
+    disk.settle()
+    assert findable(core) == 18
+    core.index.ssd.bytes_cap -= PAGE
+    for salt in range(200, 204):
+        client.store(sequence(10, salt))
+        disk.settle()
+    assert findable(core) == 17
+
+
+def test_what_could_not_be_deleted_is_trash_once_it_is_cleared() -> None:
+    """D5, D11: it counts until the trash is empty, and others' files are not taken for it."""
+    core, disk, client = two_tiers()
+    for namespace in ("plain/a", "plain/b"):
+        for salt in range(3):
+            client.store(sequence(10, salt), namespace)
+    disk.settle()
+    disk.refuses_deletions = True
+    for namespace in ("plain/a", "plain/b"):
+        entries = core.index.namespaces[namespace].root.children.values()
+        core.index.remove(next(iter(entries)))
+    disk.settle()
+    states = core.index.ssd.bytes_by_state
+    assert states["undeletable"] == 2 * PAGE
+    client.clear("plain/a")
+    disk.step()
+    left = [(states["undeletable"] // PAGE, states["trash"] // PAGE)]
+    while disk.trash_is_due:
+        disk.empty_trash()
+        left.append((states["undeletable"] // PAGE, states["trash"] // PAGE))
+    assert left == [(1, 3), (1, 2), (1, 1), (1, 0)]
+    assert core.index.ssd.bytes == disk.bytes
 
 
 def test_what_is_in_the_trash_is_room_to_come() -> None:

@@ -20,7 +20,7 @@ from prefixcached.actors.ssd_tier import SsdTier
 from prefixcached.actors.storage_format import DATA_ALIGNMENT
 from prefixcached.actors.store import Store
 from prefixcached.actors.store_directory import METER_NAME, QUARANTINE, SEGMENTS
-from prefixcached.actors.write_policy import BUDGET_SPENT, CANCELLED
+from prefixcached.actors.write_policy import BUDGET_SPENT, CANCELLED, CLEARED
 from prefixcached.protocol.actor_messages import (
     ActorMessage,
     CancelWrite,
@@ -255,11 +255,11 @@ async def test_one_drain_serves_all_flushes_that_wait_for_one(tmp_path: Path) ->
     async with running(tmp_path / "state", system) as desk:
         await desk.write(segment())
         await trio.to_thread.run_sync(system.entered.wait)
-        for number in range(3):
+        for number in (1, 2, 3):
             await desk.tell(SyncAll(number, drain=True))
         await trio.testing.wait_all_tasks_blocked()
         system.gate.set()
-        assert [(await desk.hear(Synced)).sync for _ in range(3)] == [0, 1, 2]
+        assert [(await desk.hear(Synced)).sync for _ in range(3)] == [1, 2, 3]
         assert system.drains == 1
 
 
@@ -508,6 +508,103 @@ async def test_a_file_that_was_written_anew_is_not_deleted_by_an_older_order(
         assert file_of(desk, entry).exists()
 
 
+class UndeletableFs(QuickFs):
+    """Refuses, while it has an ``error``, to delete any image."""
+
+    error = 0
+
+    def unlink(self, name: str, within: int) -> None:
+        if name.endswith(".safetensors") and self.error:
+            raise OSError(self.error, "injected")
+        super().unlink(name, within)
+
+
+@pytest.mark.parametrize("error", [errno.EROFS, errno.EIO, errno.ENODEV])
+async def test_a_deletion_that_fails_as_all_would_is_the_disks(tmp_path: Path, error: int) -> None:
+    """D7: RamTier hears that the disk fails before it could evict another file instead."""
+    system = UndeletableFs()
+    async with running(tmp_path / "state", system) as desk:
+        entry = await desk.written(segment())
+        system.error = error
+        await desk.tell(DeleteFile(entry.header.id, entry.path, entry.allocated_bytes))
+        assert (await desk.hear(Deleted)).error
+        assert not desk.heard_of(DiskChanged)[-1].healthy
+        while not (await desk.hear(DiskChanged)).healthy:
+            pass
+        system.error = 0
+        while (await desk.hear(Deleted)).error:
+            pass
+        assert not file_of(desk, entry).exists()
+
+
+async def test_the_third_file_in_a_row_that_stays_is_the_disks(tmp_path: Path) -> None:
+    """D7: two are not, however often they are tried; and the disk is told to fail once."""
+    system = UndeletableFs()
+    async with running(tmp_path / "state", system) as desk:
+        entries = [await desk.written(segment(seed=seed)) for seed in range(5)]
+
+        def reports() -> list[bool]:
+            return [m.healthy for m in desk.heard_of(DiskChanged) if not m.healthy]
+
+        async def delete(number: int) -> None:
+            entry = entries[number]
+            await desk.tell(DeleteFile(entry.header.id, entry.path, entry.allocated_bytes))
+            while (await desk.hear(Deleted)).id != entry.header.id:
+                pass
+
+        system.error = errno.EPERM
+        for number in (0, 1):
+            await delete(number)
+        for _ in range(6):
+            assert (await desk.hear(Deleted)).error
+        assert desk.tier.statistics().is_healthy
+        await delete(2)
+        assert reports() == [False]
+        while not (await desk.hear(DiskChanged)).healthy:
+            pass
+        for number in (3, 4):
+            await delete(number)
+        assert reports() == [False]
+
+
+async def test_a_cleared_file_that_could_not_be_deleted_is_trash(tmp_path: Path) -> None:
+    """D5, D11: its path is gone, and its bytes count in the trash until that is empty."""
+    system = UndeletableFs()
+    async with running(tmp_path / "state", system) as desk:
+        first = await desk.written(segment(seed=1, namespace="a"))
+        other = await desk.written(segment(seed=2, namespace="b"))
+        system.error = errno.EPERM
+        for entry in (first, other):
+            await desk.tell(DeleteFile(entry.header.id, entry.path, entry.allocated_bytes))
+            await desk.hear(Deleted)
+        await desk.tell(ClearNamespace("a", 1))
+        await desk.hear(NamespaceCleared)
+        moved = desk.heard_of(Deleted)[-1]
+        assert moved == Deleted(first.header.id, first.allocated_bytes, error=CLEARED)
+        assert desk.tier.statistics().undeletable_files == 1
+        assert "injected" in (await desk.hear(TrashEmptied)).error
+        system.error = 0
+        while not (emptied := await desk.hear(TrashEmptied)).done:
+            pass
+        assert emptied.allocated_bytes == first.allocated_bytes
+        while not any(not one.error for one in desk.heard_of(Deleted)):
+            await desk.hear(Deleted)
+        assert [one.id for one in desk.heard_of(Deleted) if not one.error] == [other.header.id]
+
+
+async def test_a_look_at_the_directory_that_nobody_asked_for_is_not_answered(
+    tmp_path: Path,
+) -> None:
+    """D7: RamTier hears what was lost, and no `Synced` that a replay would wait for in vain."""
+    async with running(tmp_path / "state") as desk:
+        await desk.written(segment())
+        shutil.rmtree(tmp_path / "state")
+        desk.tier.directory_missed()
+        await desk.hear(FilesLost)
+        await desk.tell(SyncAll(7))
+        assert (await desk.hear(Synced)).sync == 7
+
+
 async def test_clear_cancels_queued_writes_and_empties_the_trash(tmp_path: Path) -> None:
     """D11: a clear drops what waits, hides the files, then gives their bytes back."""
     async with running(tmp_path / "state") as desk:
@@ -613,9 +710,8 @@ async def test_a_deletion_that_the_lock_forbids_shows_that_the_disk_fails(tmp_pa
         owner = Store(tmp_path / "state", QuickFs(), min_free_bytes=0)
         owner.prepare()
         await desk.tell(DeleteFile(entry.header.id, entry.path, entry.allocated_bytes))
-        while (await desk.hear(DiskChanged)).healthy:
-            pass
-        assert [bool(one.error) for one in desk.heard_of(Deleted)] == [True]
+        assert (await desk.hear(Deleted)).error
+        assert not desk.heard_of(DiskChanged)[-1].healthy
         owner.close()
         while (done := await desk.hear(Deleted)).error:
             pass

@@ -213,15 +213,56 @@ def test_deletions_that_failed_are_tried_again_at_their_time() -> None:
     orders = [DeleteFile(str(number), f"path {number}", 1) for number in range(3)]
     for order in orders:
         failed.add(order, f"not {order.id}", 10.0)
-    assert (len(failed), failed.next_deadline, failed.error) == (3, 14.0, "not 2")
+    assert (len(failed), failed.next_deadline, failed.error) == (3, 11.0, "not 2")
     assert failed.retire("path 1") == orders[1]
     assert failed.retire("path 1") is None
-    assert failed.take_due(13.9) == []
-    assert failed.take_due(14.0) == [orders[0], orders[2]]
+    assert failed.take_due(10.9) == []
+    assert failed.take_due(11.0) == [orders[0], orders[2]]
     assert (len(failed), failed.next_deadline, failed.error) == (0, None, "")
     failed.succeeded()
     failed.add(orders[0], "again", 20.0)
     assert failed.next_deadline == 21.0
+
+
+def test_many_failed_deletions_are_one_round() -> None:
+    """D5: the pause grows by rounds, not by files, and what fails later joins the next round."""
+    failed = FailedDeletions(BackOff(1.0, 60.0))
+    orders = [DeleteFile(str(number), f"path {number}", 1) for number in range(7)]
+    for order in orders:
+        failed.add(order, "not", 0.0)
+    assert failed.next_deadline == 1.0
+    late = DeleteFile("late", "late", 1)
+    failed.add(late, "not", 0.9)
+    assert failed.take_due(1.0) == [*orders, late]
+    for order in (*orders, late):
+        failed.add(order, "not", 1.0, is_retry=True)
+    assert failed.next_deadline == 3.0
+
+
+def test_failures_in_a_row_are_of_so_many_files() -> None:
+    """D5, D7: one file that is tried again and again does not look like a disk that fails."""
+    failed = FailedDeletions(BackOff(1.0, 60.0))
+    order = DeleteFile("x", "path", 1)
+    failed.add(order, "not", 0.0)
+    for now in (1.0, 3.0, 7.0):
+        assert failed.take_due(now) == [order]
+        failed.add(order, "not", now, is_retry=True)
+    assert failed.in_a_row == 1
+    failed.add(DeleteFile("y", "other path", 1), "not", 8.0)
+    assert failed.in_a_row == 2
+    failed.succeeded()
+    assert failed.in_a_row == 0
+
+
+def test_a_clear_makes_the_failed_deletions_of_its_directory_void() -> None:
+    """D11: what it moved away is not tried again where it was."""
+    failed = FailedDeletions(BackOff(1.0, 60.0))
+    orders = [DeleteFile(path, path, 1) for path in ("a/1", "b/1", "a/2", "ab/1")]
+    for order in orders:
+        failed.add(order, "not", 0.0)
+    assert failed.retire_below("a") == [orders[0], orders[2]]
+    assert failed.retire_below(None) == [orders[1], orders[3]]
+    assert failed.next_deadline is None
 
 
 def test_a_clear_follows_the_last_deletion_wherever_it_stands() -> None:

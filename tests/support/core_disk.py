@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 import xxhash
 
+from prefixcached.actors.write_policy import CLEARED
 from prefixcached.protocol.actor_messages import (
     CancelRead,
     ClearNamespace,
@@ -62,6 +63,9 @@ class FakeDisk:
         self.promotions: dict[str, Envelope] = {}
         self.has_losses = False
         """Whether a file was lost or damaged: children may then outlive their parents' files."""
+        self.refuses_deletions = False
+        self.undeletable: dict[str, DeleteFile] = {}
+        """Orders that failed, by path."""
         self.other_bytes = 0
         self.wall_clock = 1e9
         self.written_segment_bytes = 0
@@ -121,17 +125,33 @@ class FakeDisk:
         match envelope.message:
             case WriteImage():
                 self._write(envelope, fails=fails, retry=retry)
-            case DeleteFile(id=image_id, path=path, allocated_bytes=nbytes):
-                self.files.pop(path, None)
-                self.core.send(Deleted(image_id, nbytes))
+            case DeleteFile():
+                self._delete(envelope.message)
             case ClearNamespace(namespace=namespace, epoch=epoch):
                 for path, file in list(self.files.items()):
                     if namespace in (None, file.entry.header.namespace):
                         self.trash.append(self.files.pop(path).entry.allocated_bytes)
+                        if (order := self.undeletable.pop(path, None)) is not None:
+                            self.core.send(Deleted(order.id, order.allocated_bytes, error=CLEARED))
                 self.trash_is_due = True
                 self.core.send(NamespaceCleared(namespace, epoch))
         self.accept()
         return True
+
+    def _delete(self, order: DeleteFile) -> None:
+        if self.refuses_deletions and order.path in self.files:
+            self.undeletable[order.path] = order
+            self.core.send(Deleted(order.id, order.allocated_bytes, error="not permitted"))
+        else:
+            self.files.pop(order.path, None)
+            self.core.send(Deleted(order.id, order.allocated_bytes))
+
+    def retry_deletions(self) -> None:
+        """Try again what could not be deleted."""
+        orders, self.undeletable = list(self.undeletable.values()), {}
+        for order in orders:
+            self._delete(order)
+        self.accept()
 
     def _write(self, envelope: Envelope, *, fails: bool, retry: bool) -> None:
         message, memory = envelope.message, envelope.handle
@@ -154,6 +174,8 @@ class FakeDisk:
             allocated_bytes(memory.nbytes + len(message.tokens) + 4096), self.wall_clock,
         )  # fmt: skip
         self.files[path] = StoredFile(entry, message.schema, data)
+        if (replaced := self.undeletable.pop(path, None)) is not None:
+            self.core.send(Deleted(replaced.id, replaced.allocated_bytes))
         if header.kind == "segment":
             self.written_segment_bytes += memory.nbytes
         self.core.send(Written(header.id, entry))
@@ -241,6 +263,7 @@ class FakeDisk:
         """The daemon dies and starts again: a new core finds the files that are there."""
         self.core = core
         self.writer, self.reads, self.promotions, self.trash = [], {}, {}, []
+        self.undeletable = {}
         files = list(self.files.values())
         order.shuffle(files)
         for first in range(0, len(files), batch_files):

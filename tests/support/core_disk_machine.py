@@ -105,6 +105,13 @@ class DiskMachine(ClientMachine):
         self.has_lost_ever = True
         self.disk.lose(paths[which % len(paths)])
 
+    @rule(refuses=st.booleans())
+    def deletions(self, refuses: bool) -> None:
+        """From now on files can be deleted or cannot, and what could not be is tried again."""
+        self.disk.refuses_deletions = refuses
+        self.disk.retry_deletions()
+        self.collect()
+
     @rule(healthy=st.booleans())
     def health(self, healthy: bool) -> None:
         self.disk.set_healthy(healthy)
@@ -193,6 +200,7 @@ class DiskMachine(ClientMachine):
         if not hasattr(self, "disk"):
             return
         self.disk.set_healthy(True)
+        self.deletions(refuses=False)
         for _ in range(5):
             self.quiet()
             self.disk.settle()
