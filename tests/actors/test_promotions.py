@@ -2,11 +2,23 @@
 
 import pytest
 
+from prefixcached.actors.entries import Entry
 from prefixcached.protocol import messages as wire
 from tests.support.core import Core, small_config
 from tests.support.core_checks import check_core, check_disk_idle, check_idle
 from tests.support.core_client import Client, sequence
 from tests.support.core_disk import FakeDisk
+
+
+def one_on_disk() -> tuple[Core, FakeDisk, Client, Entry]:
+    """A core with one entry, of ``sequence(20)``, that is on SSD only."""
+    core = Core(small_config(ssd_bytes=1 << 30, write_delay_seconds=0.0))
+    disk, client = FakeDisk(core), Client(core)
+    client.store(sequence(20))
+    disk.settle()
+    (entry,) = core.index.entries.values()
+    core.index.drop_memory(entry)
+    return core, disk, client, entry
 
 
 def test_what_is_resident_is_not_promoted() -> None:
@@ -25,12 +37,8 @@ def test_what_is_resident_is_not_promoted() -> None:
 @pytest.mark.parametrize("kind", ["damaged", "missing"])
 def test_a_file_that_a_promotion_finds_broken_is_no_longer_held(kind: str) -> None:
     """D3, P3: as after a read it counts no more, and who stores the same again stores it."""
-    core = Core(small_config(ssd_bytes=1 << 30, write_delay_seconds=0.0))
-    disk, client = FakeDisk(core), Client(core)
-    stored = client.store(sequence(20))
-    disk.settle()
-    (entry,) = core.index.entries.values()
-    core.index.drop_memory(entry)
+    core, disk, client, entry = one_on_disk()
+    stored = entry.nbytes
     assert core.promotions.promote(entry)
     disk.accept()
     if kind == "missing":
@@ -47,12 +55,7 @@ def test_a_file_that_a_promotion_finds_broken_is_no_longer_held(kind: str) -> No
 
 def test_a_promotion_that_fails_for_a_moment_leaves_the_file() -> None:
     """D4: what could not be read now is still held."""
-    core = Core(small_config(ssd_bytes=1 << 30, write_delay_seconds=0.0))
-    disk, client = FakeDisk(core), Client(core)
-    client.store(sequence(20))
-    disk.settle()
-    (entry,) = core.index.entries.values()
-    core.index.drop_memory(entry)
+    core, disk, client, entry = one_on_disk()
     assert core.promotions.promote(entry)
     disk.accept()
     disk.finish_promotion(entry.id, "transient")
@@ -63,12 +66,7 @@ def test_a_promotion_that_fails_for_a_moment_leaves_the_file() -> None:
 
 def test_a_prefetch_whose_file_breaks_on_its_way_pins_nothing() -> None:
     """F1, D3: it was whole when it was verified, and not any more when it was copied."""
-    core = Core(small_config(ssd_bytes=1 << 30, write_delay_seconds=0.0))
-    disk, client = FakeDisk(core), Client(core)
-    client.store(sequence(20))
-    disk.settle()
-    (entry,) = core.index.entries.values()
-    core.index.drop_memory(entry)
+    core, disk, client, entry = one_on_disk()
     slot = client.prefetch(sequence(21))
     disk.accept()
     disk.finish_read(entry.id)
