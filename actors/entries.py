@@ -110,7 +110,12 @@ class Entry:
     @property
     def is_bound_for_disk(self) -> bool:
         """Whether a file names, or will name, this entry's owner as its parent."""
-        return self.file is not None or self.write in (WriteState.QUEUED, WriteState.WRITING)
+        return self.file is not None or self.is_to_be_written
+
+    @property
+    def is_to_be_written(self) -> bool:
+        """Whether its bytes have no file yet and will have one."""
+        return self.file is None and self.write in (WriteState.QUEUED, WriteState.WRITING)
 
     def __repr__(self) -> str:
         tiers = ("ram" if self.memory else "") + (" ssd" if self.file else "")

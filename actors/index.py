@@ -8,12 +8,14 @@ together: both ledgers, the counts of dependents, what is held, and the two queu
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from enum import StrEnum
 from itertools import chain
 from typing import Final, Protocol
 
 from prefixcached.actors import tree
+from prefixcached.actors.departures import Departures
 from prefixcached.actors.entries import (
     Checkpoint,
     Entry,
@@ -28,8 +30,7 @@ from prefixcached.actors.evicted import EvictedMemory
 from prefixcached.actors.ledger import Ledger
 from prefixcached.actors.quotas import Quotas
 from prefixcached.actors.retention_policy import RetentionPolicy
-from prefixcached.actors.victims import Victims
-from prefixcached.actors.write_policy import CLEARED, MOST_FAILED_DELETIONS
+from prefixcached.actors.victims import Rank, Victims
 from prefixcached.protocol.actor_messages import DeleteFile, FileEntry
 from prefixcached.protocol.schema import Schema
 
@@ -100,12 +101,7 @@ class Index:
         self.writing: Entry | None = None
         self.lost: list[Entry] = []
         """Resident entries that lost their files since the caller last took them."""
-        self._clears = 0
-        self._is_trash_expected = False
-        self._trash_elsewhere_bytes = 0
-        self._is_trash_stuck = False
-        self._undeletable: set[tuple[str, int]] = set()
-        self._failed_in_a_row: set[tuple[str, int]] = set()
+        self.departures = Departures(self.ssd)
         self._labels: dict[str, set[Label]] = {}
         self._kept: dict[int, list[Entry]] = {}
         self.unattached: dict[str, FileEntry] = {}
@@ -423,9 +419,11 @@ class Index:
 
         Durable victims are dropped without I/O; one that will be written is left until it is, and
         one that never will be is dropped at once: the cap wins over persistence (rule E4). Only
-        entries of less priority than ``below`` are victims.
+        entries of less priority than ``below`` are victims, none where they would not be enough.
         """
         if not self._could_fit(nbytes, images):
+            return Room.NEVER
+        if below < math.inf and not self._could_evict(nbytes, images, below):
             return Room.NEVER
         if not self.ram.fits(nbytes, images, leaving="freeing"):
             self._evict_until(lambda: self.ram.fits(nbytes, images, leaving="freeing"), below)
@@ -439,27 +437,22 @@ class Index:
     def make_room_on_disk(self, nbytes: int) -> bool:
         """Delete files until ``nbytes`` more fit once they are gone; False if they cannot.
 
-        Files that no entry owns go first (rule D10). After a deletion that failed one is tried at a
-        time, and after several in a row none: the index would go entry by entry, and the files,
-        once they can be deleted, after it.
+        Files that no entry owns go first (rule D10).
         """
-        over = self.ssd.bytes - self._leaving_disk() + nbytes - self.ssd.bytes_cap
+        over = self.ssd.bytes - self.departures.leaving_bytes + nbytes - self.ssd.bytes_cap
         if over <= 0:
             return True
-        if len(self._failed_in_a_row) >= MOST_FAILED_DELETIONS:
+        tries = self.departures.most_deletions
+        if not tries:
             return False
-        states = ("writing", "lingering", "undeletable", "other")
-        fixed = sum(self.ssd.bytes_by_state[s] for s in states)
-        fixed += self.ssd.bytes_by_state["trash"] if self._is_trash_stuck else 0
+        states = ("writing", "lingering", "other")
+        fixed = sum(self.ssd.bytes_by_state[s] for s in states) + self.departures.staying_bytes
         fixed -= sum(file.allocated_bytes for file in self.unattached.values())
         fixed += sum(e.file.allocated_bytes for e in self.entries.values() if e.file and e.holders)
         if fixed + nbytes > self.ssd.bytes_cap:
             return False
-        tries = math.inf
-        if self._failed_in_a_row:
-            if self.ssd.images_by_state["deleting"]:
-                return True  # its outcome tells more
-            tries = 1
+        if self.departures.is_outcome_awaited:
+            return True
         while over > 0 and tries and self.unattached:
             tries -= 1
             file_id, file = self.unattached.popitem()
@@ -496,37 +489,13 @@ class Index:
     def expect_trash(self, namespace: str | None) -> None:
         """The disk will be told to clear a namespace (all when None); to be called before `clear`.
 
-        The disk will report every file of it as trash, also those that are charged elsewhere, since
-        somebody read them when they left, or they were being written or deleted.
+        Files of it that are no entries yet are on their way out from now on.
         """
-        self._clears += 1
-        self._is_trash_expected = True
-        states = ("lingering", "writing", "deleting")
-        self._trash_elsewhere_bytes += sum(self.ssd.bytes_by_state[s] for s in states)
+        self.departures.expect_trash()
         for file in list(self.unattached.values()):
             if namespace in (None, file.header.namespace):
                 del self.unattached[file.header.id]
                 self.ssd.move("other", "trash", file.allocated_bytes)
-
-    def namespace_cleared(self) -> None:
-        """The disk has carried out one clear."""
-        self._clears -= 1
-
-    def trash_emptied(self, nbytes: int, *, done: bool, is_stuck: bool = False) -> None:
-        """Cleared files are gone; ``done`` when none is left of what the disk has cleared.
-
-        ``is_stuck`` where the rest cannot be deleted for now: no write may wait for its bytes.
-        """
-        self._is_trash_stuck = is_stuck
-        if done and not self._clears:
-            self._is_trash_expected = False
-            self._trash_elsewhere_bytes = 0
-            trash = self.ssd.bytes_by_state["trash"]
-            self.ssd.remove("trash", trash, self.ssd.images_by_state["trash"])
-            return
-        elsewhere = min(nbytes, self._trash_elsewhere_bytes)
-        self._trash_elsewhere_bytes -= elsewhere
-        self.ssd.remove("trash", min(nbytes - elsewhere, self.ssd.bytes_by_state["trash"]), 0)
 
     def demote_idle(self, unused_since_seconds: float) -> int:
         """Drop the memory of durable entries unused since then (rule E8); return how many.
@@ -541,37 +510,14 @@ class Index:
         self.counters["demotions"] += demoted
         return demoted
 
-    def _leaving_disk(self) -> int:
-        trash = 0 if self._is_trash_stuck else self.ssd.bytes_by_state["trash"]
-        return self.ssd.bytes_by_state["deleting"] + trash
-
     def freed(self, nbytes: int, images: int) -> None:
         """Memory that was being freed is back with the system."""
         self.ram.remove("freeing", nbytes, images)
 
     def deleted(self, file_id: str, nbytes: int, error: str = "") -> None:
-        """A file that was being deleted is gone, or stays for now where there is an ``error``.
-
-        One that stays makes no room: others have to, and no write may wait for it. It is told once
-        more when it is gone at last, is written anew, or went into the trash.
-        """
-        file = file_id, nbytes
-        state = "undeletable" if file in self._undeletable else "deleting"
-        if error and error != CLEARED:
-            if state == "deleting":
-                self._undeletable.add(file)
-                self._failed_in_a_row.add(file)
-                self.ssd.move("deleting", "undeletable", nbytes)
-            return
-        self._undeletable.discard(file)
-        self._failed_in_a_row.discard(file)
-        if error:
-            self.ssd.move(state, "trash", nbytes)
-            return
-        self.ssd.remove(state, nbytes)
+        """A file that was being deleted is gone or written anew, or stays (see `Departures`)."""
         is_anew = self.writing is not None and self.writing.id == file_id
-        if state == "deleting" or not is_anew:  # it was deleted, so others can be
-            self._failed_in_a_row.clear()
+        self.departures.deleted(file_id, nbytes, error, is_anew=is_anew)
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -589,14 +535,30 @@ class Index:
             and fixed_images + images <= self.ram.images_cap
         )
 
+    def _could_evict(self, nbytes: int, images: int, below: float) -> bool:
+        """Whether what may leave RAM of less priority than ``below`` makes so much room."""
+        gone: Counter[str] = Counter()
+        victims = self.ram_victims.in_order()
+        while not self.ram.fits(nbytes, images, leaving="freeing"):
+            entry: Entry | None = next(victims, None)
+            if entry is None or entry.rank >= _rank_of(below):
+                return False
+            while entry is not None and _may_be_evicted(entry, below, gone[entry.id]):
+                nbytes -= entry.charged_bytes
+                images -= 1
+                entry = entry.owner  # which may leave with the last that hangs on it
+                if entry is not None:
+                    gone[entry.id] += 1
+        return True
+
     def _evict_until(self, enough: Callable[[], bool], below: float = math.inf) -> None:
         """Evict victims of less priority than ``below`` until ``enough``, by rules E2, E4, E9."""
         # A promotion evicts nothing that is used more than it, also not for a quota (rule E7).
         over_quota = self.quotas.victims(self.ram.bytes_cap) if below == math.inf else ()
         for victim in chain(over_quota, self.ram_victims.in_order()):
-            if below < math.inf and victim.rank >= (False, True, below):
+            if victim.rank >= _rank_of(below):
                 break
-            if victim.file is None and victim.write in (WriteState.QUEUED, WriteState.WRITING):
+            if victim.is_to_be_written:
                 continue
             self._evict(victim)
             if enough():
@@ -665,10 +627,7 @@ class Index:
         with _Dependence(entry):
             entry.file = None
         if entry.namespace.cleared:  # already on its way out, with the rest of its directory
-            if self._is_trash_expected:
-                self.ssd.move(state, "trash", file.allocated_bytes)
-            else:
-                self.ssd.remove(state, file.allocated_bytes)
+            self.departures.cleared(state, file.allocated_bytes)
             return
         self.ssd.move(state, "deleting", file.allocated_bytes)
         self._outlet.delete_file(DeleteFile(entry.id, file.path, file.allocated_bytes))
@@ -748,6 +707,23 @@ def _may_leave_ram(entry: Entry) -> bool:
         and not entry.holders
         and not (isinstance(entry, Segment) and entry.resident_dependents)
     )
+
+
+def _may_be_evicted(entry: Entry, below: float, gone: int) -> bool:
+    """Whether ``entry`` may leave RAM once ``gone`` of what hangs on it have left."""
+    return (
+        entry.attached
+        and entry.memory is not None
+        and not entry.holders
+        and not entry.is_to_be_written
+        and entry.rank < _rank_of(below)
+        and not (isinstance(entry, Segment) and entry.resident_dependents > gone)
+    )
+
+
+def _rank_of(below: float) -> Rank:
+    """The rank that no victim may reach: a promotion evicts nothing that is labelled."""
+    return (False, True, below) if below < math.inf else (True, True, math.inf)
 
 
 def _may_leave_ram_without_io(entry: Entry) -> bool:

@@ -1,6 +1,7 @@
 """PromotionDesk: copies images from SSD into RAM, off the critical path. Part of RamTier, pure.
 
 Rules T7, E6, E7: a promotion is reserved whole or not made, and never evicts what is used more.
+Nor does it evict in vain: where what it evicts takes a moment to be freed, it waits for that.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,6 +24,7 @@ class PromotionDesk:
         self._index = shared.index
         self._reads = reads
         self._in_flight: dict[str, tuple[Entry, Memory]] = {}
+        self._room_awaited: dict[str, Entry] = {}
         self._waiters: dict[str, list[Callable[[float], None]]] = {}
         self.is_suspended = False
         """Set while memory is short: what is optional goes first (rule M2)."""
@@ -47,20 +49,40 @@ class PromotionDesk:
 
         False if the budget does not allow it, or there is nothing to do; ``done`` is not called.
         """
-        if entry.memory is not None or entry.file is None or not entry.attached:
+        if not _is_promotable(entry):
             return False
-        if entry.id not in self._in_flight and not self._start(entry):
-            self.declined += 1
-            return False
+        if entry.id not in self._in_flight and entry.id not in self._room_awaited:
+            room = self._room_for(entry)
+            if room is Room.SOON:
+                self._index.hold((entry,))  # the file must stay until it is read
+                self._room_awaited[entry.id] = entry
+            elif room is Room.NEVER or not self._start(entry):
+                self.declined += 1
+                return False
         if done is not None:
             self._waiters.setdefault(entry.id, []).append(done)
         return True
 
-    def _start(self, entry: Entry) -> bool:
+    def retry(self, now: float) -> None:
+        """Begin what has room by now, and give up what others took the room of."""
+        for entry in list(self._room_awaited.values()):
+            ram = self._index.ram
+            fits = ram.fits(entry.charged_bytes, 1)
+            is_wanted = _is_promotable(entry) and not self.is_suspended
+            if is_wanted and not fits and ram.fits(entry.charged_bytes, 1, leaving="freeing"):
+                continue
+            del self._room_awaited[entry.id]
+            if not is_wanted or not fits or not self._start(entry):
+                self.declined += 1
+                self._tell(entry, now)
+            self._index.release((entry,))
+
+    def _room_for(self, entry: Entry) -> Room:
         if self.is_suspended:
-            return False
-        if self._index.make_room(entry.charged_bytes, 1, below=entry.priority) is not Room.FITS:
-            return False
+            return Room.NEVER
+        return self._index.make_room(entry.charged_bytes, 1, below=entry.priority)
+
+    def _start(self, entry: Entry) -> bool:
         try:
             memory = self._shared.create_memory(entry.nbytes)
         except OSError:
@@ -84,5 +106,12 @@ class PromotionDesk:
             self.promoted += 1
             self._index.set_memory(entry, memory, "promoting")
         self._index.release((entry,))
-        for done in self._waiters.pop(outcome.id, ()):
+        self._tell(entry, now)
+
+    def _tell(self, entry: Entry, now: float) -> None:
+        for done in self._waiters.pop(entry.id, ()):
             done(now)
+
+
+def _is_promotable(entry: Entry) -> bool:
+    return entry.memory is None and entry.file is not None and entry.attached

@@ -188,10 +188,10 @@ class RamTier:
                 log.warning("files-lost", images=self.index.lose_all_files())
                 self.writes.files_lost()
             case inner.TrashEmptied(allocated_bytes=nbytes, done=done, error=error):
-                self.index.trash_emptied(nbytes, done=done, is_stuck=bool(error))
+                self.index.departures.trash_emptied(nbytes, done=done, is_stuck=bool(error))
             case inner.NamespaceCleared(epoch=epoch, error=error):
                 if not error:  # else SsdTier tries again, and tells when it is done
-                    self.index.namespace_cleared()
+                    self.index.departures.namespace_cleared()
                 self._answer_clear(epoch, is_durable=not error)
             case inner.PressureChanged(level=level, reason=reason):
                 self.pressure.changed(Level(level), reason, now)
@@ -258,6 +258,7 @@ class RamTier:
         self.pressure.respond(now)
         self.writes.pump(now)
         self.puts.retry(now)
+        self.promotions.retry(now)  # after the puts: what somebody waits for goes first
         finished |= self._puts_finished(now)
         if finished or self.claims.changed or self._is_due(self.takes.next_deadline, now):
             self.takes.retry(now)

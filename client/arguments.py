@@ -8,6 +8,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from prefixcached.protocol import limits
+from prefixcached.protocol.image import ImageSpec
 from prefixcached.protocol.tokens import TokenArray, token_array
 
 LONGEST_SECONDS = 86400.0
@@ -50,6 +51,27 @@ def namespace(value: str) -> str:
 def label(value: str | None) -> str | None:
     """Return a session's label, if there is one. Errors as `text`."""
     return None if value is None else text("session", value, limits.MAX_LABEL_BYTES)
+
+
+def check_description(spec: ImageSpec, error: type[ValueError] = ValueError) -> None:
+    """Raise ``error`` where no message could carry what a snapshot or an object consists of."""
+    if len(spec.tensors) > limits.MAX_TENSORS:
+        raise error(f"{len(spec.tensors)} tensors; at most {limits.MAX_TENSORS}")
+    for tensor in spec.tensors:
+        if len(tensor.shape) > limits.MAX_DIMENSIONS:
+            raise error(
+                f"{tensor.name} has {len(tensor.shape)} dimensions; at most {limits.MAX_DIMENSIONS}"
+            )
+        if not 0 < len(tensor.name) <= limits.MAX_NAME_CHARACTERS:
+            raise error(
+                f"{tensor.name[:80]!r} is a tensor's name of {len(tensor.name)} characters; "
+                f"1 to {limits.MAX_NAME_CHARACTERS}: nest it less deep or rename it"
+            )
+    if len(spec.metadata) > limits.MAX_METADATA_BYTES:
+        raise error(
+            f"metadata of {len(spec.metadata)} bytes; at most {limits.MAX_METADATA_BYTES}: "
+            "store large values as tensors"
+        )
 
 
 def seconds(name: str, value: float, *, positive: bool) -> float:

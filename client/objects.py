@@ -16,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixcached.client import results, transfer
+from prefixcached.client.arguments import check_description
 from prefixcached.client.errors import ProtocolFailure, RestoreFailed
 from prefixcached.client.lending import as_put_result, check_batch, failing_as
 from prefixcached.client.programs import Copy, Program, Tell, ask
-from prefixcached.protocol import image, limits, messages
+from prefixcached.protocol import image, messages
 from prefixcached.protocol.image import ImageKind, ImageSpec, StateTensor
 
 NUMPY_NAMES: Final = {
@@ -54,8 +55,6 @@ class Packed:
     """
 
     def __init__(self, tensors: Mapping[str, Array], metadata: Any) -> None:
-        if len(tensors) > limits.MAX_TENSORS:
-            raise ValueError(f"{len(tensors)} tensors in an object; at most {limits.MAX_TENSORS}")
         self.views: dict[str, memoryview] = {}
         described: list[StateTensor] = []
         of_mlx = [name for name, array in tensors.items() if _is_mlx(array)]
@@ -68,12 +67,8 @@ class Packed:
             dtype, self.views[name] = (_mlx_bytes if name in of_mlx else _numpy_bytes)(name, array)
             described.append(StateTensor(name, dtype, tuple(array.shape)))
         packed = msgspec.json.encode(_Metadata(json.dumps(metadata), tuple(of_mlx)))
-        if len(packed) > limits.MAX_METADATA_BYTES:
-            raise ValueError(
-                f"metadata of {len(packed)} bytes; at most {limits.MAX_METADATA_BYTES}: "
-                "store large values as tensors"
-            )
         self.spec = ImageSpec(ImageKind.OBJECT, tensors=tuple(described), metadata=packed)
+        check_description(self.spec)
 
 
 @contextlib.contextmanager
@@ -160,16 +155,8 @@ def _is_mlx(array: Array) -> bool:
 def _check_name(name: str, array: Array) -> None:
     if not isinstance(name, str):
         raise TypeError(f"a tensor's name must be a str, not {type(name).__name__}")
-    if not 0 < len(name) <= limits.MAX_NAME_CHARACTERS:
-        raise ValueError(
-            f"a tensor's name of {len(name)} characters; 1 to {limits.MAX_NAME_CHARACTERS}"
-        )
     if not _is_mlx(array) and not isinstance(array, np.ndarray):
         raise TypeError(f"{name} must be an mlx or numpy array, not {type(array).__name__}")
-    if len(array.shape) > limits.MAX_DIMENSIONS:
-        raise ValueError(
-            f"{name} has {len(array.shape)} dimensions; at most {limits.MAX_DIMENSIONS}"
-        )
 
 
 def _mlx_bytes(name: str, array: Array) -> tuple[str, memoryview]:

@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from prefixcached.client.arguments import check_description
 from prefixcached.client.kv import attachments as attachments_module
 from prefixcached.client.kv import description
 from prefixcached.client.kv.adapter import Leaf, OwnCaches
@@ -100,7 +101,7 @@ class Snapshot:
                 ),
                 metadata=json.dumps(metadata, separators=(",", ":")).encode(),
             )
-            _check_size(self.checkpoint)
+            check_description(self.checkpoint, UnsupportedCacheError)
 
     def __enter__(self) -> Self:
         return self
@@ -181,26 +182,6 @@ class Snapshot:
             (phase,) = phases[window] if len(phases[window]) == 1 else (-1,)
             stored.append(WindowRows(merge(kept), phase))
         return tuple(stored), {window: index for index, window in enumerate(held)}
-
-
-def _check_size(spec: ImageSpec) -> None:
-    """Raise UnsupportedCacheError where no message could carry the description of a snapshot."""
-    if len(spec.tensors) > limits.MAX_TENSORS:
-        raise UnsupportedCacheError(
-            f"{len(spec.tensors)} tensors of state and attachments; at most {limits.MAX_TENSORS}"
-        )
-    for tensor in spec.tensors:
-        if len(tensor.shape) > limits.MAX_DIMENSIONS:
-            raise UnsupportedCacheError(
-                f"{tensor.name} has {len(tensor.shape)} dimensions; at most {limits.MAX_DIMENSIONS}"
-            )
-        if len(tensor.name) > limits.MAX_NAME_CHARACTERS:
-            raise UnsupportedCacheError(f"{tensor.name[:80]}... is nested too deep to be named")
-    if len(spec.metadata) > limits.MAX_METADATA_BYTES:
-        raise UnsupportedCacheError(
-            f"metadata of {len(spec.metadata)} bytes; at most {limits.MAX_METADATA_BYTES}: "
-            "store large values as tensors"
-        )
 
 
 def _covered(leaves: Sequence[ReadLeaf], count: int) -> int:

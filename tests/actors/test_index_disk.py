@@ -214,10 +214,10 @@ def test_what_was_being_deleted_is_not_discharged_twice() -> None:
     for entry in list(index.entries.values())[:2]:
         index.remove(entry)
     client.clear()
-    index.namespace_cleared()
+    index.departures.namespace_cleared()
     left: list[int] = []
     for done in (False, False, False, True):
-        index.trash_emptied(PAGE, done=done)
+        index.departures.trash_emptied(PAGE, done=done)
         left.append(index.ssd.bytes_by_state["trash"] // PAGE)
     assert left == [2, 2, 1, 0]
 

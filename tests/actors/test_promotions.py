@@ -2,9 +2,10 @@
 
 import pytest
 
-from prefixcached.actors.entries import Entry
+from prefixcached.actors.entries import Entry, WriteState
 from prefixcached.protocol import messages as wire
-from tests.support.core import Core, small_config
+from prefixcached.protocol.messages import Grant
+from tests.support.core import PAGE, Core, small_config
 from tests.support.core_checks import check_core, check_disk_idle, check_idle
 from tests.support.core_client import Client, sequence
 from tests.support.core_disk import FakeDisk
@@ -74,3 +75,134 @@ def test_a_prefetch_whose_file_breaks_on_its_way_pins_nothing() -> None:
     assert slot.reply == wire.Pinned(pin=None, length=0)
     check_core(core)
     check_idle(core)
+
+
+def with_full_ram(
+    *, auto_free: bool = True, in_ram: tuple[tuple[int, int], ...] = ((10, 1), (10, 2))
+) -> tuple[Core, FakeDisk, Client, Entry]:
+    """Two prompts of a page in RAM, which holds two, and one of two pages, used more, on SSD."""
+    config = small_config(ram_bytes=2 * PAGE, ssd_bytes=1 << 30, write_delay_seconds=0.0)
+    core = Core(config, auto_free=auto_free)
+    disk, client = FakeDisk(core), Client(core)
+    client.store(sequence(30))
+    disk.settle()
+    (large,) = core.index.entries.values()
+    assert large.charged_bytes == 2 * PAGE
+    core.index.drop_memory(large)
+    if not auto_free:
+        core.finish_free()
+    for length, salt in in_ram:
+        client.store(sequence(length, salt))
+        disk.settle()
+    large.priority = 1e9
+    return core, disk, client, large
+
+
+def test_a_promotion_waits_until_what_it_evicted_is_freed() -> None:
+    """T7, E2: what is being freed counts until then, and is not evicted in vain."""
+    core, disk, _, large = with_full_ram(auto_free=False)
+    told: list[float] = []
+    assert core.promotions.promote(large, told.append)
+    assert core.promotions.in_flight == 0
+    core.finish_free()
+    assert core.promotions.in_flight == 0
+    core.finish_free()
+    assert core.promotions.in_flight == 1
+    disk.settle()
+    assert large.memory is not None
+    assert (len(told), core.promotions.promoted, core.promotions.declined) == (1, 1, 0)
+    check_core(core)
+    check_disk_idle(core, disk)
+
+
+def test_two_who_ask_for_what_waits_for_room_are_both_told() -> None:
+    """F2: one promotion however many ask, whether it waits for room or is under way."""
+    core, disk, _, large = with_full_ram(auto_free=False)
+    told: list[float] = []
+    assert core.promotions.promote(large, told.append)
+    assert core.promotions.promote(large, told.append)
+    core.finish_free()
+    core.finish_free()
+    assert core.promotions.promote(large, told.append)
+    disk.settle()
+    assert (len(told), core.promotions.promoted) == (3, 1)
+    check_disk_idle(core, disk)
+
+
+def test_a_put_takes_the_room_that_a_promotion_waits_for() -> None:
+    """T7, E6: whoever waits for an answer goes first; the promotion is not made."""
+    core, disk, client, large = with_full_ram(auto_free=False)
+    told: list[float] = []
+    assert core.promotions.promote(large, told.append)
+    slot = client.offer(sequence(10, 3))
+    core.finish_free()
+    client.fill(slot, sequence(10, 3))
+    assert isinstance(slot.reply, Grant)
+    core.finish_free()
+    assert large.memory is None
+    assert (len(told), core.promotions.promoted, core.promotions.declined) == (1, 0, 1)
+    client.commit(slot.reply)
+    disk.settle()
+    assert client.contains(sequence(10, 3))
+    check_core(core)
+    check_disk_idle(core, disk)
+
+
+@pytest.mark.parametrize("what", ["cleared", "suspended"])
+def test_a_promotion_that_waits_for_room_ends_with_what_it_is_for(what: str) -> None:
+    """T7, M2: a clear takes its file, pressure its permission."""
+    core, disk, client, large = with_full_ram(auto_free=False)
+    told: list[float] = []
+    assert core.promotions.promote(large, told.append)
+    if what == "cleared":
+        client.clear()
+    else:
+        core.promotions.is_suspended = True
+    while core.freeing:
+        core.finish_free()
+    disk.settle()
+    assert (len(told), core.promotions.promoted, core.promotions.declined) == (1, 0, 1)
+    check_core(core)
+    check_idle(core)
+    check_disk_idle(core, disk)
+
+
+def test_a_promotion_that_would_not_fit_evicts_nothing() -> None:
+    """T7, E7: one of two is used more than it, so the other's room would not be enough."""
+    core, _, _, large = with_full_ram()
+    first, second = (e for e in core.index.entries.values() if e.memory is not None)
+    assert first.priority < second.priority
+    large.priority = second.priority
+    assert not core.promotions.promote(large)
+    assert core.index.ram.bytes == 2 * PAGE
+    assert core.promotions.declined == 1
+
+
+def with_a_chain() -> tuple[Core, Client, Entry]:
+    """As `with_full_ram`, where the two in RAM are one prompt and its continuation."""
+    core, _, client, large = with_full_ram(in_ram=((5, 1), (10, 1)))
+    return core, client, large
+
+
+def test_a_promotion_evicts_a_whole_chain_that_is_used_less() -> None:
+    """E7: the one above leaves after the one that hangs on it, so both count as room."""
+    core, _, large = with_a_chain()
+    assert core.promotions.promote(large)
+    assert core.index.ram.bytes == 2 * PAGE
+    assert core.promotions.in_flight == 1
+
+
+@pytest.mark.parametrize("which", ["lent", "unwritten", "used more"])
+def test_a_promotion_counts_on_nothing_above_that_stays(which: str) -> None:
+    """E7, E4, L2: the end of a chain alone would not be enough, so it stays as well."""
+    core, client, large = with_a_chain()
+    parent = next(e for e in core.index.entries.values() if e.spec.end == 5)
+    if which == "lent":
+        client.hit((*sequence(5, 1), 7))
+    elif which == "used more":
+        parent.priority = large.priority
+    else:
+        core.index.drop_file(parent)
+        parent.write = WriteState.QUEUED
+    assert not core.promotions.promote(large)
+    assert core.index.ram.bytes == 2 * PAGE
