@@ -22,6 +22,11 @@ class Departures:
         self._failed_in_a_row: set[tuple[str, int]] = set()
         self.is_trash_expected = False
         """Whether the disk will tell when its trash is empty."""
+        self.is_drop_awaited = False
+        """Whether the disk has yet to say what became of a `DropOthers`."""
+        self._other_bytes = 0
+        self._other_goal_bytes = 0
+        self._other_kept_bytes = 0
 
     @property
     def leaving_bytes(self) -> int:
@@ -31,9 +36,9 @@ class Departures:
 
     @property
     def staying_bytes(self) -> int:
-        """What cannot be deleted for now."""
+        """What cannot be deleted for now, files beside entries included."""
         trash = self._ssd.bytes_by_state["trash"] if self._is_trash_stuck else 0
-        return self._ssd.bytes_by_state["undeletable"] + trash
+        return self._ssd.bytes_by_state["undeletable"] + trash + self._other_kept_bytes
 
     @property
     def most_deletions(self) -> float:
@@ -73,6 +78,29 @@ class Departures:
         if state == "deleting" or not is_anew:  # it was deleted, so others can be
             self._failed_in_a_row.clear()
 
+    # -- files beside entries -------------------------------------------------------------------
+
+    def others_to_drop(self, over_bytes: int) -> int:
+        """How much of the files that are no entries is to be dropped now for so much room.
+
+        One request at a time: what entries have to give is known once its outcome is.
+        """
+        wanted = min(over_bytes, self._other_bytes - self._other_kept_bytes)
+        if self.is_drop_awaited or wanted <= 0:
+            return 0
+        self.is_drop_awaited = True
+        self._other_goal_bytes = self._other_bytes - wanted
+        return wanted
+
+    def set_other_bytes(self, nbytes: int, *, is_after_drop: bool) -> None:
+        """The disk says what it holds beside entries; what it could not drop stays for now."""
+        self._other_bytes = nbytes
+        self._other_kept_bytes = min(self._other_kept_bytes, nbytes)
+        if is_after_drop:
+            self.is_drop_awaited = False
+            if nbytes > self._other_goal_bytes:
+                self._other_kept_bytes = nbytes
+
     # -- clears ---------------------------------------------------------------------------------
 
     def expect_trash(self) -> None:
@@ -85,6 +113,11 @@ class Departures:
         self.is_trash_expected = True
         states = ("lingering", "writing", "deleting")
         self._trash_elsewhere_bytes += sum(self._ssd.bytes_by_state[s] for s in states)
+
+    def lent_at_clear(self, nbytes: int) -> None:
+        """Somebody reads a file that a clear takes: the disk will report it as trash as well."""
+        if self.is_trash_expected:
+            self._trash_elsewhere_bytes += nbytes
 
     def cleared(self, state: str, nbytes: int) -> None:
         """A file charged in ``state`` is on its way out, with the rest of its directory."""

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from enum import StrEnum
-from itertools import chain
+from itertools import chain, islice
 from typing import Final, Protocol
 
 from prefixcached.actors import tree
@@ -38,6 +38,9 @@ RAM_STATES: Final = ("resident", "lingering", "in_flight", "promoting", "freeing
 SSD_STATES: Final = (
     "durable", "writing", "lingering", "deleting", "undeletable", "trash", "other",
 )  # fmt: skip
+
+MOST_FOR_PROMOTION: Final = 500
+"""Images that leave for one promotion at most, and that are looked at: a few milliseconds."""
 
 TOUCH_SECONDS: Final = 60.0
 """Between two updates of a file's recency: a restart may forget a minute of it (rule D5)."""
@@ -93,6 +96,7 @@ class Index:
         self.ssd = Ledger(SSD_STATES, ssd_bytes, 1 << 62)
         self.held_bytes = 0
         self.held_images = 0
+        self._held: dict[str, Entry] = {}
         self.ram_victims = Victims(_may_leave_ram)
         self.durable_victims = Victims(_may_leave_ram_without_io)
         self.ssd_victims = Victims(_may_leave_ssd)
@@ -244,9 +248,11 @@ class Index:
         """Keep ``entries`` in both tiers until `release`."""
         for entry in entries:
             entry.holders += 1
-            if entry.holders == 1 and entry.attached and entry.memory is not None:
-                self.held_bytes += entry.charged_bytes
-                self.held_images += 1
+            if entry.holders == 1:
+                self._held[entry.id] = entry
+                if entry.attached and entry.memory is not None:
+                    self.held_bytes += entry.charged_bytes
+                    self.held_images += 1
 
     def release(self, entries: Iterable[Entry]) -> None:
         """End a `hold`; what has left the tree meanwhile is given up with its last holder."""
@@ -254,6 +260,7 @@ class Index:
             entry.holders -= 1
             if entry.holders:
                 continue
+            del self._held[entry.id]
             if not entry.attached:
                 self._dispose(entry, "lingering", "lingering")
                 continue
@@ -336,6 +343,8 @@ class Index:
                     self.ram.move("resident", "lingering", gone.charged_bytes)
                 if gone.file is not None:
                     self.ssd.move("durable", "lingering", gone.file.allocated_bytes)
+                    if gone.namespace.cleared:
+                        self.departures.lent_at_clear(gone.file.allocated_bytes)
             else:
                 self._dispose(gone, "resident", "durable")
             if gone is not entry:
@@ -392,6 +401,9 @@ class Index:
                 path[path.index(old)] = new
                 old.holders -= 1
                 new.holders += 1
+                self._held[new.id] = new
+                if not old.holders:
+                    del self._held[old.id]
         new.uses = old.uses
         earlier = [*old.superseded, old]
         old.superseded = []
@@ -445,10 +457,9 @@ class Index:
         tries = self.departures.most_deletions
         if not tries:
             return False
-        states = ("writing", "lingering", "other")
+        states = ("writing", "lingering")
         fixed = sum(self.ssd.bytes_by_state[s] for s in states) + self.departures.staying_bytes
-        fixed -= sum(file.allocated_bytes for file in self.unattached.values())
-        fixed += sum(e.file.allocated_bytes for e in self.entries.values() if e.file and e.holders)
+        fixed += sum(e.file.allocated_bytes for e in self._held.values() if e.attached and e.file)
         if fixed + nbytes > self.ssd.bytes_cap:
             return False
         if self.departures.is_outcome_awaited:
@@ -459,10 +470,10 @@ class Index:
             self.ssd.move("other", "deleting", file.allocated_bytes)
             self._outlet.delete_file(DeleteFile(file_id, file.path, file.allocated_bytes))
             over -= file.allocated_bytes
-        others = self.ssd.bytes_by_state["other"]
-        if over > 0 and others:
-            # Their bytes come back later; what is needed now is taken from entries as well.
-            self._outlet.drop_others(min(over, others))
+        if over > 0 and (wanted := self.departures.others_to_drop(over)):
+            self._outlet.drop_others(wanted)
+        if self.departures.is_drop_awaited:
+            return True
         if over > 0 and tries:
             for victim in self.ssd_victims.in_order():
                 assert victim.file is not None
@@ -481,8 +492,12 @@ class Index:
         """Whether ``nbytes`` more are within the cap at this moment."""
         return self.ssd.bytes + nbytes <= self.ssd.bytes_cap
 
-    def set_other_bytes(self, nbytes: int) -> None:
-        """What the directory holds beside entries (foreign files, quarantine) has changed."""
+    def set_other_bytes(self, nbytes: int, *, is_after_drop: bool = False) -> None:
+        """What the directory holds beside entries (foreign files, quarantine) has changed.
+
+        ``is_after_drop`` where this answers an order to drop some of it.
+        """
+        self.departures.set_other_bytes(nbytes, is_after_drop=is_after_drop)
         known = sum(file.allocated_bytes for file in self.unattached.values())
         self.ssd.add("other", known + nbytes - self.ssd.bytes_by_state["other"], 0)
 
@@ -500,13 +515,25 @@ class Index:
     def demote_idle(self, unused_since_seconds: float) -> int:
         """Drop the memory of durable entries unused since then (rule E8); return how many.
 
-        Each is dropped at once, so that its ancestors follow within the same sweep.
+        Those that hang on others go first, so that these follow within the same sweep.
         """
+        idle = [
+            entry
+            for entry in self.entries.values()
+            if entry.used_seconds < unused_since_seconds and _may_leave_ram_without_io(entry)
+        ]
         demoted = 0
-        for entry in self.durable_victims.in_order():
-            if entry.used_seconds < unused_since_seconds:
-                self.drop_memory(entry)
+        for entry in idle:
+            node: Entry | None = entry
+            while (
+                node is not None
+                and node.used_seconds < unused_since_seconds
+                and _may_leave_ram_without_io(node)
+            ):
+                above = node.owner
+                self.drop_memory(node)
                 demoted += 1
+                node = above
         self.counters["demotions"] += demoted
         return demoted
 
@@ -538,7 +565,7 @@ class Index:
     def _could_evict(self, nbytes: int, images: int, below: float) -> bool:
         """Whether what may leave RAM of less priority than ``below`` makes so much room."""
         gone: Counter[str] = Counter()
-        victims = self.ram_victims.in_order()
+        victims = islice(self.ram_victims.in_order(), MOST_FOR_PROMOTION)
         while not self.ram.fits(nbytes, images, leaving="freeing"):
             entry: Entry | None = next(victims, None)
             if entry is None or entry.rank >= _rank_of(below):
@@ -558,8 +585,6 @@ class Index:
         for victim in chain(over_quota, self.ram_victims.in_order()):
             if victim.rank >= _rank_of(below):
                 break
-            if victim.is_to_be_written:
-                continue
             self._evict(victim)
             if enough():
                 break
@@ -705,6 +730,7 @@ def _may_leave_ram(entry: Entry) -> bool:
         entry.attached
         and entry.memory is not None
         and not entry.holders
+        and not entry.is_to_be_written
         and not (isinstance(entry, Segment) and entry.resident_dependents)
     )
 

@@ -188,13 +188,12 @@ class LoadDesk:
     def _is_newest(self, entry: Entry, twin: Entry | None, file: FileEntry) -> bool:
         """Whether ``entry`` is to be added; what else has its key is an older version, and goes.
 
-        A crash between a replacement's rename and the unlink of what it replaced leaves both. Only
-        the newer one can have been used, and so touched, since.
+        A crash between a replacement's rename and the unlink of what it replaced leaves both.
         """
         if twin is None and entry.id not in self._index.entries:
             return True
         self.duplicates += 1
-        if twin is None or twin.file is None or twin.file.used_seconds >= file.used_seconds:
+        if twin is None or twin.file is None or not _is_newer(file, twin.file):
             self._delete(file)
             return False
         self._index.remove(twin)
@@ -241,3 +240,15 @@ class LoadDesk:
     def _delete(self, file: FileEntry) -> None:
         self._index.ssd.add("deleting", file.allocated_bytes)
         self._shared.orders.ssd(DeleteFile(file.header.id, file.path, file.allocated_bytes))
+
+
+def _is_newer(file: FileEntry, other: FileEntry) -> bool:
+    """Whether ``file`` replaced ``other``, or was used after it: only the newer one can have been.
+
+    What a file says of it counts more than times: a clock may have been set back between both.
+    """
+    if other.header.id in file.header.replaces:
+        return True
+    if file.header.id in other.header.replaces:
+        return False
+    return file.used_seconds > other.used_seconds

@@ -28,6 +28,8 @@ class PromotionDesk:
         self._waiters: dict[str, list[Callable[[float], None]]] = {}
         self.is_suspended = False
         """Set while memory is short: what is optional goes first (rule M2)."""
+        self.is_room_wanted = False
+        """Set while an offer waits for room: nothing optional may take it (rule E6)."""
         self.promoted = 0
         self.declined = 0
 
@@ -68,7 +70,8 @@ class PromotionDesk:
         for entry in list(self._room_awaited.values()):
             ram = self._index.ram
             fits = ram.fits(entry.charged_bytes, 1)
-            is_wanted = _is_promotable(entry) and not self.is_suspended
+            may_start = not self.is_suspended and not self.is_room_wanted
+            is_wanted = _is_promotable(entry) and may_start
             if is_wanted and not fits and ram.fits(entry.charged_bytes, 1, leaving="freeing"):
                 continue
             del self._room_awaited[entry.id]
@@ -78,9 +81,11 @@ class PromotionDesk:
             self._index.release((entry,))
 
     def _room_for(self, entry: Entry) -> Room:
-        if self.is_suspended:
+        if self.is_suspended or self.is_room_wanted:
             return Room.NEVER
-        return self._index.make_room(entry.charged_bytes, 1, below=entry.priority)
+        earlier = self._room_awaited.values()  # the room that they wait for is not this one's
+        nbytes = entry.charged_bytes + sum(other.charged_bytes for other in earlier)
+        return self._index.make_room(nbytes, 1 + len(earlier), below=entry.priority)
 
     def _start(self, entry: Entry) -> bool:
         try:

@@ -200,6 +200,11 @@ class PutDesk:
 
     # -- waiting --------------------------------------------------------------------------------
 
+    @property
+    def is_room_wanted(self) -> bool:
+        """Whether an offer waits for room in RAM."""
+        return any(waiting.reason == "room" for waiting in self._waiting)
+
     def retry(self, now: float) -> None:
         """Try the waiting offers again, oldest first: a put ended, room came, or time passed."""
         waiting, self._waiting = self._waiting, []

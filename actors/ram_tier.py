@@ -180,7 +180,7 @@ class RamTier:
                 if message.done:
                     self._set_loading(False)
             case inner.DiskChanged(healthy=healthy, reason=reason, other_bytes=other):
-                self.index.set_other_bytes(other)
+                self.index.set_other_bytes(other, is_after_drop=message.is_after_drop)
                 self.writes.disk_changed(healthy=healthy, reason=reason, now=now)
             case inner.Synced(sync=sync, error=error):
                 self.writes.synced(sync, error, now)
@@ -258,7 +258,8 @@ class RamTier:
         self.pressure.respond(now)
         self.writes.pump(now)
         self.puts.retry(now)
-        self.promotions.retry(now)  # after the puts: what somebody waits for goes first
+        self.promotions.is_room_wanted = self.puts.is_room_wanted
+        self.promotions.retry(now)
         finished |= self._puts_finished(now)
         if finished or self.claims.changed or self._is_due(self.takes.next_deadline, now):
             self.takes.retry(now)

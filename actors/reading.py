@@ -85,10 +85,11 @@ class VerifiedFile:
         return VerifiedFile(descriptor, self.data_offset, self.identity)
 
     def close(self) -> None:
-        """Close the descriptor."""
+        """Close the descriptor; what a volume that is gone says to that changes nothing."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
-            os.close(descriptor)
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
 
 
 def no_step() -> None:

@@ -225,6 +225,7 @@ class SsdTier:
             elif self._others_wanted_bytes:
                 wanted, self._others_wanted_bytes = self._others_wanted_bytes, 0
                 await self._in_thread(self._store.drop_others, wanted)
+                await self._report_disk(is_after_drop=True)
             elif (envelope := self._queue.next(now)) is not None:
                 await self._carry_out(envelope)
                 if self._trash_is_due(trio.current_time()):
@@ -503,10 +504,10 @@ class SsdTier:
     def _others_differ(self) -> bool:
         return not self._is_loading and self._store.other_bytes != self._reported_other_bytes
 
-    async def _report_disk(self) -> None:
-        self._reported_other_bytes = self._store.other_bytes
+    async def _report_disk(self, *, is_after_drop: bool = False) -> None:
+        other_bytes = self._reported_other_bytes = self._store.other_bytes
         await self._report(
-            DiskChanged(not self._failure, self._failure, self._reported_other_bytes)
+            DiskChanged(not self._failure, self._failure, other_bytes, is_after_drop)
         )
 
     async def _report(self, message: ActorMessage) -> None:

@@ -209,8 +209,12 @@ def encode_header(header: FileHeader, image: Layout, count: int) -> bytes:
     Raises:
         SchemaError: A tensor has a name that the format reserves, or the header is too large.
     """
-    if len(header.checksum) != 32:
-        header = msgspec.structs.replace(header, checksum="0" * 32)
+    placeholder = "0" * 32
+    header = msgspec.structs.replace(
+        header,
+        checksum=header.checksum or placeholder,
+        tokens_checksum=header.tokens_checksum or placeholder,
+    )
     description = msgspec.json.encode(header)
     table: dict[str, object] = {
         "__metadata__": {

@@ -147,7 +147,7 @@ class Store:
         """Make one image durable; only `drain` makes it survive a loss of power on every drive.
 
         Args:
-            header: What the file says of itself; format, schema digest and checksum are filled in.
+            header: What the file says of itself; format, schema digest and checksums are filled in.
             tokens: Packed tokens, as many as `tokens_count` says.
             schema: The namespace's encoded schema; empty for an object.
             image: The bytes.
@@ -160,8 +160,9 @@ class Store:
         """
         model = decode_schema(schema) if schema else None
         header = msgspec.structs.replace(
-            header, format=FORMAT, schema_digest=schema_digest(schema), checksum=""
-        )
+            header, format=FORMAT, schema_digest=schema_digest(schema), checksum="",
+            tokens_checksum=xxhash.xxh3_128_hexdigest(tokens),
+        )  # fmt: skip
         image_layout = layout(model, header.spec)
         count = tokens_count(header)
         if image_layout.nbytes != image.nbytes or 4 * count != len(tokens):

@@ -14,6 +14,7 @@ from prefixcached.actors.desk import Answer, Shared
 from prefixcached.actors.entries import Checkpoint, Entry, ObjectEntry, Segment, WriteState
 from prefixcached.actors.storage_format import FORMAT, file_bytes_bound
 from prefixcached.actors.write_policy import BUDGET_SPENT, CANCELLED
+from prefixcached.protocol import limits
 from prefixcached.protocol.actor_messages import FileHeader, SyncAll, WriteImage, Written
 from prefixcached.protocol.errors import SchemaError
 from prefixcached.protocol.image import allocated_bytes
@@ -106,7 +107,9 @@ class WriteDesk:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is queued or being written."""
-        return self.queued == 0
+        return self._writing is None and not any(
+            entry.write is WriteState.QUEUED for entry, _ in self._queue
+        )
 
     # -- coming in ------------------------------------------------------------------------------
 
@@ -368,6 +371,7 @@ def _header_of(entry: Entry) -> FileHeader:
         minimum=entry.minimum if isinstance(entry, Segment) else 0,
         attachments=isinstance(entry, Checkpoint) and entry.attachments,
         key=entry.key if isinstance(entry, ObjectEntry) else "",
+        replaces=tuple(old.id for old in entry.superseded[-limits.MAX_REPLACED :]),
     )
 
 

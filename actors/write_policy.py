@@ -31,6 +31,9 @@ WINDOW_HOURS: Final = 24
 """The budget of rule D6 is for the last 24 hours, counted by the hour; the hour that is partly out
 of them counts whole, so that no 24 hours ever see more."""
 
+KEPT_HOURS: Final = 14 * 24
+"""Older hours are forgotten, and none before: a clock may be days ahead for a moment."""
+
 RETRY_FIRST_SECONDS: Final = 1.0
 """Pause after a first failure: most full or busy disks recover by themselves."""
 
@@ -167,8 +170,9 @@ class WriteMeter:
 
     def written_bytes(self, now_seconds: float) -> int:
         """Bytes written in the 24 hours before ``now_seconds`` (wall clock), and up to one more."""
-        self._forget(int(now_seconds // 3600))
-        return sum(self._hours.values())
+        hour = int(now_seconds // 3600)
+        self._settle(hour)
+        return sum(nbytes for found, nbytes in self._hours.items() if found >= hour - WINDOW_HOURS)
 
     def allows(self, nbytes: int, now_seconds: float) -> bool:
         """Whether so much more is within the budget."""
@@ -179,20 +183,20 @@ class WriteMeter:
     def record(self, nbytes: int, now_seconds: float) -> None:
         """Count bytes that go to the disk, whatever becomes of them: they wear it."""
         hour = int(now_seconds // 3600)
-        self._forget(hour)
+        self._settle(hour)
         self._hours[hour] = self._hours.get(hour, 0) + nbytes
 
     def encode(self) -> bytes:
         """Return the meter for storage."""
         return msgspec.json.encode(_StoredMeter(self._hours))
 
-    def _forget(self, hour: int) -> None:
-        """Drop what is too old. What a clock set back left in the future was written just now."""
+    def _settle(self, hour: int) -> None:
+        """Drop what is very old. What a clock set back left in the future was written just now."""
         future = sum(nbytes for found, nbytes in self._hours.items() if found > hour)
         self._hours = {
             found: nbytes
             for found, nbytes in self._hours.items()
-            if hour - WINDOW_HOURS <= found <= hour
+            if hour - KEPT_HOURS <= found <= hour
         }
         if future:
             self._hours[hour] = self._hours.get(hour, 0) + future

@@ -24,7 +24,8 @@ class FileHeader(msgspec.Struct, frozen=True):
     of a segment cover [position, spec.end), and its image may start earlier (surplus head). A
     checkpoint stands at ``position == spec.start`` and its tokens cover [0, position). ``format``
     is checked by the reader. ``checksum`` is the XXH3-128 of all data behind the header, as 32 hex
-    digits.
+    digits, and ``tokens_checksum`` that of the tokens alone: the index believes them before anybody
+    reads the rest. ``replaces`` are the images of the same key that this one is newer than.
     """
 
     format: int
@@ -39,6 +40,8 @@ class FileHeader(msgspec.Struct, frozen=True):
     attachments: bool = False
     key: str = ""
     checksum: str = ""
+    tokens_checksum: str = ""
+    replaces: Annotated[tuple[str, ...], msgspec.Meta(max_length=limits.MAX_REPLACED)] = ()
 
 
 class FileEntry(msgspec.Struct, frozen=True):
@@ -178,11 +181,15 @@ class FilesLost(ActorMessage, frozen=True, tag="files-lost"):
 
 
 class DiskChanged(ActorMessage, frozen=True, tag="disk-changed"):
-    """The disk began or ceased to fail, or its other bytes changed (rule D7)."""
+    """The disk began or ceased to fail, or its other bytes changed (rule D7).
+
+    ``is_after_drop`` where it answers a `DropOthers`, whether or not anything could be dropped.
+    """
 
     healthy: bool
     reason: str = ""
     other_bytes: int = 0
+    is_after_drop: bool = False
 
 
 class PressureChanged(ActorMessage, frozen=True, tag="pressure-changed"):

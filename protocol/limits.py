@@ -28,6 +28,9 @@ MAX_SCHEMA_BYTES: Final = MEBIBYTE
 MAX_METADATA_BYTES: Final = 4 * MEBIBYTE
 """Opaque metadata of a checkpoint or object (JSON of plain values), never tensors."""
 
+MAX_REPLACED: Final = 16
+"""Earlier images of one key that a file names: the older ones are gone long since."""
+
 MAX_TENSORS: Final = 8192
 """Tensors in a schema or a snapshot: 128 layers with 64 tensors each."""
 

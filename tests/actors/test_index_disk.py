@@ -4,7 +4,7 @@ import random
 
 from prefixcached.actors.entries import WriteState
 from prefixcached.protocol.actor_messages import DropOthers, FilesLost
-from prefixcached.protocol.messages import Flushed
+from prefixcached.protocol.messages import Flushed, Hit
 from tests.actors.test_index_corners import two_tiers
 from tests.support.core import PAGE, Core, small_config
 from tests.support.core_client import Client, sequence
@@ -57,6 +57,88 @@ def test_foreign_files_make_room_before_entries_do() -> None:
     core.index.make_room_on_disk(PAGE + 1)
     orders = [order.message for order in core.to_ssd if isinstance(order.message, DropOthers)]
     assert orders == [DropOthers(1)]
+
+
+def full_of_others(pages: int, kept: int = 0) -> tuple[Core, FakeDisk, Client]:
+    """A disk with ``pages`` of files that are no entries below a cap of 40, ``kept`` for good."""
+    core, disk, client = two_tiers()
+    core.index.ssd.bytes_cap = 40 * PAGE
+    disk.other_bytes, disk.kept_other_bytes = pages * PAGE, kept * PAGE
+    disk.set_healthy(True)
+    return core, disk, client
+
+
+def test_other_files_below_the_cap_keep_nothing_out() -> None:
+    """D10, D5: a cap that foreign files fill is had from them, write by write."""
+    core, disk, client = full_of_others(39)
+    for salt in range(20):
+        client.store(sequence(10, salt))
+        disk.settle()
+    assert findable(core) == 20
+    assert core.index.counters["ssd_evictions"] == 0
+    assert core.index.ssd.bytes <= core.index.ssd.bytes_cap
+    assert disk.other_bytes > 0
+
+
+def test_others_that_cannot_be_dropped_leave_the_room_to_entries() -> None:
+    """D10, E6: entries go where the others are not enough; nothing is asked for twice."""
+    core, disk, client = full_of_others(30, kept=30)
+    for salt in range(20):
+        client.store(sequence(10, salt))
+        disk.settle()
+    assert findable(core) == 7  # ten pages, of which a write reserves four
+    assert core.index.counters["ssd_evictions"] == 13
+    client.store(sequence(10, 20))
+    assert not [o for o in core.to_ssd if isinstance(o.message, DropOthers)]
+
+
+def test_where_others_that_stay_fill_the_cap_nothing_is_written() -> None:
+    """D10: it is tried once, and then the write is refused instead of waiting for ever."""
+    _, disk, client = full_of_others(39, kept=38)
+    client.store(sequence(10))
+    flush = client.flush()
+    disk.settle()
+    assert flush.reply == Flushed(written=0, skipped=1, failed=0)
+    assert disk.other_bytes == 38 * PAGE
+
+
+def test_what_comes_after_others_that_stay_is_dropped_all_the_same() -> None:
+    """D10: what cannot be dropped is known by its bytes; more than them is tried again."""
+    core, disk, client = full_of_others(38, kept=38)
+    client.store(sequence(10))
+    disk.settle()
+    assert findable(core) == 0
+    disk.kept_other_bytes = 0
+    disk.other_bytes = 39 * PAGE
+    disk.set_healthy(True)
+    disk.other_bytes = 20 * PAGE  # somebody deletes files
+    disk.set_healthy(True)
+    client.store(sequence(10, 1))
+    disk.settle()
+    assert findable(core) == 1
+
+
+def test_what_is_lent_at_a_clear_is_discharged_once() -> None:
+    """D11, L2: the disk reports it with the trash; what it lends counts until the lease ends."""
+    core, disk, client = two_tiers()
+    for salt in range(4):
+        client.store(sequence(10, salt))
+    disk.settle()
+    for entry in list(core.index.entries.values()):
+        core.index.drop_memory(entry)
+    slot = client.ask(sequence(11, 0))
+    disk.accept()
+    for image_id in list(disk.reads):
+        disk.finish_read(image_id)
+    assert isinstance(slot.reply, Hit)
+    client.clear()
+    disk.step()
+    while disk.trash_is_due:
+        assert core.index.ssd.bytes >= disk.bytes
+        disk.empty_trash()
+    assert core.index.ssd.bytes == PAGE
+    client.release(slot.reply)
+    assert core.index.ssd.bytes == 0
 
 
 def test_files_without_a_place_make_room_alone_where_they_suffice() -> None:

@@ -150,6 +150,25 @@ def test_of_two_versions_the_newest_is_kept(seed: int) -> None:
     check_disk_idle(core, disk)
 
 
+@SEEDS
+def test_a_clock_that_is_set_back_brings_no_older_version_back(seed: int) -> None:
+    """P3, D8: a file names what it replaces, and that counts more than the times of both."""
+    core = Core(small_config(ssd_bytes=1 << 30, write_delay_seconds=0.0))
+    disk, client = FakeDisk(core), Client(core)
+    versions: dict[str, StoredFile] = {}
+    for version in (b"1", b"2"):
+        client.store(sequence(20), attachments=version)
+        disk.settle()
+        versions.update(disk.files)
+        disk.wall_clock -= 3600
+    disk.files.update(versions)
+    core, client = restarted(disk, seed)
+    disk.settle()
+    kept = [e for e in core.index.entries.values() if isinstance(e, Checkpoint)]
+    assert [e.spec.metadata for e in kept] == [b"2"]
+    check_disk_idle(core, disk)
+
+
 def test_files_without_their_parent_are_the_first_victims() -> None:
     """D10: unattached files are counted, kept apart, and go first when space is short."""
     disk, _ = filled()

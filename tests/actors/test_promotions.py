@@ -2,6 +2,7 @@
 
 import pytest
 
+from prefixcached.actors import index as index_module
 from prefixcached.actors.entries import Entry, WriteState
 from prefixcached.protocol import messages as wire
 from prefixcached.protocol.messages import Grant
@@ -165,6 +166,63 @@ def test_a_promotion_that_waits_for_room_ends_with_what_it_is_for(what: str) -> 
     check_core(core)
     check_idle(core)
     check_disk_idle(core, disk)
+
+
+def test_all_parts_of_a_hit_wait_for_room_of_their_own() -> None:
+    """T7, F1: a prompt of several images is promoted whole, also where freeing takes a while."""
+    config = small_config(
+        ram_bytes=4 * PAGE, ssd_bytes=1 << 30, write_delay_seconds=0.0, segment_max_bytes=PAGE
+    )
+    core = Core(config, auto_free=False)
+    disk, client = FakeDisk(core), Client(core)
+    client.store(sequence(60))
+    disk.settle()
+    parts = list(core.index.entries.values())
+    assert len(parts) == 3
+    for part in reversed(parts):
+        core.index.drop_memory(part)
+    while core.freeing:
+        core.finish_free()
+    for salt in range(1, 5):
+        client.store(sequence(10, salt))
+        disk.settle()
+    for part in parts:
+        part.priority = 1e9
+        assert core.promotions.promote(part)
+    while core.freeing:
+        core.finish_free()
+    disk.settle()
+    assert all(part.memory is not None for part in parts)
+    check_core(core)
+
+
+def test_no_promotion_takes_the_room_that_an_offer_waits_for() -> None:
+    """T7, E6: an offer of three pages waits for an image to be written, with two pages free."""
+    core = Core(small_config(ram_bytes=4 * PAGE, ssd_bytes=1 << 30, write_delay_seconds=0.0))
+    disk, client = FakeDisk(core), Client(core)
+    client.store(sequence(30))
+    disk.settle()
+    (large,) = core.index.entries.values()
+    core.index.drop_memory(large)
+    for salt in range(1, 5):
+        client.store(sequence(10, salt))
+        if salt < 3:
+            disk.settle()
+    slot = client.offer(sequence(60, 9))
+    assert slot.reply is None
+    large.priority = 1e9
+    assert not core.promotions.promote(large)
+    disk.settle()
+    assert isinstance(slot.reply, Grant)
+
+
+def test_a_promotion_looks_at_so_many_images_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C6: RamTier is not held up by a promotion that thousands of images would make room for."""
+    core, _, _, large = with_full_ram()
+    monkeypatch.setattr(index_module, "MOST_FOR_PROMOTION", 1)
+    assert not core.promotions.promote(large)
+    monkeypatch.setattr(index_module, "MOST_FOR_PROMOTION", 2)
+    assert core.promotions.promote(large)
 
 
 def test_a_promotion_that_would_not_fit_evicts_nothing() -> None:

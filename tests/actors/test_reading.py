@@ -205,6 +205,14 @@ def test_a_header_longer_than_a_page_is_read_whole(store: Store) -> None:
     load(store, entry)
 
 
+def test_a_close_that_fails_is_no_failure_of_the_reader(store: Store) -> None:
+    """D7: what a volume that is gone says to a close comes too late for anybody."""
+    file = store.reader.verify(write(store, segment()))
+    os.close(file.descriptor)
+    file.close()
+    assert file.descriptor == -1
+
+
 # -- schemas ---------------------------------------------------------------------------------------
 
 

@@ -76,7 +76,8 @@ def test_header_is_read_back(one: Sample) -> None:
     data = encoded(one)
     size = len(data) + len(one.data) + len(one.tokens)
     description, image = decode_header(data, schema_of(one), size)
-    assert msgspec.structs.replace(description.header, checksum="") == one.header
+    found = msgspec.structs.replace(description.header, checksum="", tokens_checksum="")
+    assert found == one.header
     assert image == layout(schema_of(one), one.header.spec)
     assert description.data_offset == len(data) == header_bytes(data[:8], size)
     assert description.data_bytes == len(one.data)

@@ -90,7 +90,8 @@ def test_written_images_are_read_back(store: Store, one: Sample) -> None:
     entry = write(store, one)
     assert data_of(store, entry) == one.data
     assert entry.tokens == one.tokens
-    assert msgspec.structs.replace(entry.header, checksum="") == one.header
+    header = msgspec.structs.replace(entry.header, checksum="", tokens_checksum="")
+    assert header == one.header
 
 
 @SAMPLES

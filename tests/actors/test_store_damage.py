@@ -2,7 +2,7 @@
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from prefixcached.actors.store import Store
 from prefixcached.actors.store_directory import QUARANTINE
 from prefixcached.protocol.actor_messages import FileEntry
 from tests.support.filesystems import QuickFs
-from tests.support.store_samples import checkpoint, every_kind, path_of, segment, write
+from tests.support.store_samples import Sample, checkpoint, every_kind, path_of, segment, write
 
 FLIPS = 1000
 
@@ -115,6 +115,21 @@ def test_flipped_bits_of_the_description_are_found_by_the_scan(store: Store) -> 
         assert scan.damaged == 1
     path.write_bytes(whole)
     assert [e for batch in store.scan() for e in batch.entries] != []
+
+
+@pytest.mark.parametrize("kind", [segment, checkpoint])
+def test_a_flipped_bit_of_a_token_is_found_by_the_scan(
+    store: Store, kind: Callable[[], Sample]
+) -> None:
+    """T12, D3: tokens say what a prompt finds, also those of a file that nobody will read whole."""
+    entry = write(store, kind())
+    path = path_of(store, entry)
+    flipped = bytearray(path.read_bytes())
+    flipped[-len(entry.tokens)] ^= 1
+    path.write_bytes(flipped)
+    scan = store.scan()
+    assert list(scan) == []
+    assert scan.damaged == 1
 
 
 def test_swapped_data_of_one_size(store: Store) -> None:

@@ -150,9 +150,10 @@ def test_all_that_a_full_disk_has_no_room_for_is_refused_in_one_turn() -> None:
     core, disk, client = two_tiers(ssd_bytes=20 * PAGE)
     for salt in (1, 2):
         client.store(sequence(10, salt))
-    disk.other_bytes = 20 * PAGE
+    disk.other_bytes = disk.kept_other_bytes = 20 * PAGE
     disk.set_healthy(True)
     core.advance(0.5)
+    disk.step()
     assert core.writes.refused == 2
     assert core.writes.is_idle
 

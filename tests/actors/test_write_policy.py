@@ -5,6 +5,7 @@ import random
 import msgspec
 
 from prefixcached.actors.write_policy import (
+    KEPT_HOURS,
     WINDOW_HOURS,
     BackOff,
     FailedDeletions,
@@ -147,12 +148,20 @@ def test_the_meter_counts_by_the_clock_of_today() -> None:
     assert meter.written_bytes(now + (WINDOW_HOURS + 1) * HOUR) == 40
 
 
-def test_a_meter_that_nobody_reads_keeps_no_more_than_its_window() -> None:
+def test_a_clock_that_is_ahead_for_a_moment_gives_no_budget() -> None:
+    """D6: what was written counts again when the clock is right again."""
+    meter = WriteMeter(100)
+    meter.record(100, 0.0)
+    assert meter.allows(100, 48 * HOUR)
+    assert not meter.allows(1, HOUR)
+
+
+def test_a_meter_that_nobody_reads_does_not_grow() -> None:
     """D6: without a budget too, what is stored does not grow over the months."""
     meter = WriteMeter(None)
     for hour in range(1000):
         meter.record(1, hour * HOUR)
-    assert len(msgspec.json.decode(meter.encode())["hours"]) == WINDOW_HOURS + 1
+    assert len(msgspec.json.decode(meter.encode())["hours"]) == KEPT_HOURS + 1
 
 
 def test_no_budget_is_no_bound_but_is_counted() -> None:

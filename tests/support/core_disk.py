@@ -17,6 +17,7 @@ from prefixcached.protocol.actor_messages import (
     Deleted,
     DeleteFile,
     DiskChanged,
+    DropOthers,
     Envelope,
     FileEntry,
     ImageRead,
@@ -67,6 +68,8 @@ class FakeDisk:
         self.undeletable: dict[str, DeleteFile] = {}
         """Orders that failed, by path."""
         self.other_bytes = 0
+        self.kept_other_bytes = 0
+        """Of the other bytes those that cannot be dropped, as schemas."""
         self.wall_clock = 1e9
         self.written_segment_bytes = 0
         self.read_orders = 0
@@ -81,7 +84,7 @@ class FakeDisk:
             message = envelope.message
             if isinstance(message, ClearNamespace):
                 self._cancel_writes(message.namespace)
-            if isinstance(message, WriteImage | DeleteFile | ClearNamespace):
+            if isinstance(message, WriteImage | DeleteFile | ClearNamespace | DropOthers):
                 self.writer.append(envelope)
         reads, self.core.to_prefetcher = self.core.to_prefetcher, []
         for envelope in reads:
@@ -127,6 +130,10 @@ class FakeDisk:
                 self._write(envelope, fails=fails, retry=retry)
             case DeleteFile():
                 self._delete(envelope.message)
+            case DropOthers(wanted_bytes=wanted):
+                left = self.other_bytes - wanted
+                self.other_bytes = max(left, min(self.other_bytes, self.kept_other_bytes))
+                self.core.send(DiskChanged(True, "", self.other_bytes, is_after_drop=True))
             case ClearNamespace(namespace=namespace, epoch=epoch):
                 for path, file in list(self.files.items()):
                     if namespace in (None, file.entry.header.namespace):
