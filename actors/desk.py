@@ -10,6 +10,7 @@ from itertools import count
 from typing import Any, Protocol
 
 from prefixcached.actors.entries import Memory
+from prefixcached.actors.eviction import Eviction
 from prefixcached.actors.index import Index
 from prefixcached.actors.retention_policy import DEFAULT_POLICY
 from prefixcached.protocol import limits
@@ -77,6 +78,7 @@ class Shared:
 
     config: RamConfig
     index: Index
+    eviction: Eviction
     orders: Orders
     boot: str
     create_memory: Callable[[int], Memory]

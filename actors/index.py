@@ -1,17 +1,14 @@
-"""The index of both tiers: what exists, what it is charged, who holds it, what goes first.
+"""The index of both tiers: what exists, what it is charged, who holds it, what may go.
 
 Owned by RamTier; pure and synchronous. What must happen outside (memory to free, files to delete)
-is told to the `Outlet`, and its outcome comes back by a method here. Rules E1, E2, E4, L2, D5, D8.
+is told to the `Outlet`, and its outcome comes back by a method here. Rules E1, L2, D5, D8. What is
+to go for room decides `Eviction`.
 
 It is longer than other modules, because every change of an entry has to keep four things true
 together: both ledgers, the counts of dependents, what is held, and the two queues of victims.
 """
 
-import math
-from collections import Counter
-from collections.abc import Callable, Iterable
-from enum import StrEnum
-from itertools import chain, islice
+from collections.abc import Iterable
 from typing import Final, Protocol
 
 from prefixcached.actors import tree
@@ -30,7 +27,7 @@ from prefixcached.actors.evicted import EvictedMemory
 from prefixcached.actors.ledger import Ledger
 from prefixcached.actors.quotas import Quotas
 from prefixcached.actors.retention_policy import RetentionPolicy
-from prefixcached.actors.victims import Rank, Victims
+from prefixcached.actors.victims import Victims
 from prefixcached.protocol.actor_messages import DeleteFile, FileEntry
 from prefixcached.protocol.schema import Schema
 
@@ -38,9 +35,6 @@ RAM_STATES: Final = ("resident", "lingering", "in_flight", "promoting", "freeing
 SSD_STATES: Final = (
     "durable", "writing", "lingering", "deleting", "undeletable", "trash", "other",
 )  # fmt: skip
-
-MOST_FOR_PROMOTION: Final = 500
-"""Images that leave for one promotion at most, and that are looked at: a few milliseconds."""
 
 TOUCH_SECONDS: Final = 60.0
 """Between two updates of a file's recency: a restart may forget a minute of it (rule D5)."""
@@ -69,16 +63,6 @@ class Label(Protocol):
     entry: Entry | None
 
 
-class Room(StrEnum):
-    """Answer to a reservation that is not made yet (rule E6: all or nothing)."""
-
-    FITS = "fits"
-    SOON = "soon"
-    """Enough is being freed, or will be once the writer has caught up."""
-    NEVER = "no-space"
-    """The rest is leased, pinned or in flight."""
-
-
 class Index:
     """All namespaces, entries and budgets of both tiers."""
 
@@ -86,8 +70,8 @@ class Index:
         self, outlet: Outlet, policy: RetentionPolicy, *, ram_bytes: int, max_images: int,
         ssd_bytes: int = 0, namespace_quota: float = 1.0,
     ) -> None:  # fmt: skip
-        self._outlet = outlet
-        self._policy = policy
+        self.outlet = outlet
+        self.policy = policy
         self._clock = 0
         self.ssd_on = ssd_bytes > 0
         self.namespaces: dict[str, Namespace] = {}
@@ -98,7 +82,7 @@ class Index:
         self.held_images = 0
         self._held: dict[str, Entry] = {}
         self.ram_victims = Victims(_may_leave_ram)
-        self.durable_victims = Victims(_may_leave_ram_without_io)
+        self.durable_victims = Victims(may_leave_ram_without_io)
         self.ssd_victims = Victims(_may_leave_ssd)
         self.quotas = Quotas(namespace_quota, _may_leave_ram)
         self.evicted_memory = EvictedMemory()
@@ -177,7 +161,7 @@ class Index:
             entry.file = file
         else:
             self.ssd.add("deleting", file.allocated_bytes)
-            self._outlet.delete_file(DeleteFile(entry.id, file.path, file.allocated_bytes))
+            self.outlet.delete_file(DeleteFile(entry.id, file.path, file.allocated_bytes))
 
     def add_loaded(
         self, entry: Entry, owner: Segment | None, file: FileEntry, age_seconds: float
@@ -221,7 +205,7 @@ class Index:
             self._offer(entry)
             if entry.file is not None and now_seconds - entry.touched_seconds >= TOUCH_SECONDS:
                 entry.touched_seconds = now_seconds
-                self._outlet.touch_file(entry.file)
+                self.outlet.touch_file(entry.file)
 
     def move_label(self, label: Label, entry: Entry | None) -> None:
         """Let ``label`` mark ``entry``, or nothing; marked entries are evicted last (rule E2)."""
@@ -422,75 +406,14 @@ class Index:
     def give_back(self, memory: Memory, charged_as: str, charged_bytes: int) -> None:
         """Free memory that was reserved in state ``charged_as`` and became part of no entry."""
         self.ram.move(charged_as, "freeing", charged_bytes)
-        self._outlet.free(memory, charged_bytes)
+        self.outlet.free(memory, charged_bytes)
 
-    # -- room -----------------------------------------------------------------------------------
+    # -- outcomes -------------------------------------------------------------------------------
 
-    def make_room(self, nbytes: int, images: int, below: float = math.inf) -> Room:
-        """Evict from RAM until ``nbytes`` and ``images`` more fit, if they can at all.
-
-        Durable victims are dropped without I/O; one that will be written is left until it is, and
-        one that never will be is dropped at once: the cap wins over persistence (rule E4). Only
-        entries of less priority than ``below`` are victims, none where they would not be enough.
-        """
-        if not self._could_fit(nbytes, images):
-            return Room.NEVER
-        if below < math.inf and not self._could_evict(nbytes, images, below):
-            return Room.NEVER
-        if not self.ram.fits(nbytes, images, leaving="freeing"):
-            self._evict_until(lambda: self.ram.fits(nbytes, images, leaving="freeing"), below)
-        return Room.FITS if self.ram.fits(nbytes, images) else Room.SOON
-
-    def evict_beyond(self, limit_bytes: int) -> None:
-        """Evict, by rule E4, what exceeds ``limit_bytes`` as far as it may leave now (rule M5)."""
-        ram = self.ram
-        self._evict_until(lambda: ram.bytes - ram.bytes_by_state["freeing"] <= limit_bytes)
-
-    def make_room_on_disk(self, nbytes: int) -> bool:
-        """Delete files until ``nbytes`` more fit once they are gone; False if they cannot.
-
-        Files that no entry owns go first (rule D10).
-        """
-        over = self.ssd.bytes - self.departures.leaving_bytes + nbytes - self.ssd.bytes_cap
-        if over <= 0:
-            return True
-        tries = self.departures.most_deletions
-        if not tries:
-            return False
-        states = ("writing", "lingering")
-        fixed = sum(self.ssd.bytes_by_state[s] for s in states) + self.departures.staying_bytes
-        fixed += sum(e.file.allocated_bytes for e in self._held.values() if e.attached and e.file)
-        if fixed + nbytes > self.ssd.bytes_cap:
-            return False
-        if self.departures.is_outcome_awaited:
-            return True
-        while over > 0 and tries and self.unattached:
-            tries -= 1
-            file_id, file = self.unattached.popitem()
-            self.ssd.move("other", "deleting", file.allocated_bytes)
-            self._outlet.delete_file(DeleteFile(file_id, file.path, file.allocated_bytes))
-            over -= file.allocated_bytes
-        if over > 0 and (wanted := self.departures.others_to_drop(over)):
-            self._outlet.drop_others(wanted)
-        if self.departures.is_drop_awaited:
-            return True
-        if over > 0 and tries:
-            for victim in self.ssd_victims.in_order():
-                assert victim.file is not None
-                tries -= 1
-                over -= victim.file.allocated_bytes
-                self.counters["ssd_evictions"] += 1
-                self._policy.evicted(victim)
-                if victim.memory is None:
-                    self.evicted_memory.remember(victim, "ssd-cap")
-                self.drop_file(victim)
-                if over <= 0 or not tries:
-                    break
-        return over <= 0 or not tries
-
-    def fits_on_disk(self, nbytes: int) -> bool:
-        """Whether ``nbytes`` more are within the cap at this moment."""
-        return self.ssd.bytes + nbytes <= self.ssd.bytes_cap
+    @property
+    def held_file_bytes(self) -> int:
+        """What the files occupy that somebody holds."""
+        return sum(e.file.allocated_bytes for e in self._held.values() if e.attached and e.file)
 
     def set_other_bytes(self, nbytes: int, *, is_after_drop: bool = False) -> None:
         """What the directory holds beside entries (foreign files, quarantine) has changed.
@@ -512,31 +435,6 @@ class Index:
                 del self.unattached[file.header.id]
                 self.ssd.move("other", "trash", file.allocated_bytes)
 
-    def demote_idle(self, unused_since_seconds: float) -> int:
-        """Drop the memory of durable entries unused since then (rule E8); return how many.
-
-        Those that hang on others go first, so that these follow within the same sweep.
-        """
-        idle = [
-            entry
-            for entry in self.entries.values()
-            if entry.used_seconds < unused_since_seconds and _may_leave_ram_without_io(entry)
-        ]
-        demoted = 0
-        for entry in idle:
-            node: Entry | None = entry
-            while (
-                node is not None
-                and node.used_seconds < unused_since_seconds
-                and _may_leave_ram_without_io(node)
-            ):
-                above = node.owner
-                self.drop_memory(node)
-                demoted += 1
-                node = above
-        self.counters["demotions"] += demoted
-        return demoted
-
     def freed(self, nbytes: int, images: int) -> None:
         """Memory that was being freed is back with the system."""
         self.ram.remove("freeing", nbytes, images)
@@ -548,61 +446,11 @@ class Index:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _could_fit(self, nbytes: int, images: int) -> bool:
-        states = ("lingering", "in_flight", "promoting")
-        fixed_bytes = self.held_bytes + sum(self.ram.bytes_by_state[s] for s in states)
-        fixed_images = self.held_images + sum(self.ram.images_by_state[s] for s in states)
-        writing = self.writing
-        if writing is not None and writing.attached and writing.holders == 1:
-            # Held by nobody but the writer: it can go as soon as it is written.
-            fixed_bytes -= writing.charged_bytes
-            fixed_images -= 1
-        return (
-            fixed_bytes + nbytes <= self.ram.limit_bytes
-            and fixed_images + images <= self.ram.images_cap
-        )
-
-    def _could_evict(self, nbytes: int, images: int, below: float) -> bool:
-        """Whether what may leave RAM of less priority than ``below`` makes so much room."""
-        gone: Counter[str] = Counter()
-        victims = islice(self.ram_victims.in_order(), MOST_FOR_PROMOTION)
-        while not self.ram.fits(nbytes, images, leaving="freeing"):
-            entry: Entry | None = next(victims, None)
-            if entry is None or entry.rank >= _rank_of(below):
-                return False
-            while entry is not None and _may_be_evicted(entry, below, gone[entry.id]):
-                nbytes -= entry.charged_bytes
-                images -= 1
-                entry = entry.owner  # which may leave with the last that hangs on it
-                if entry is not None:
-                    gone[entry.id] += 1
-        return True
-
-    def _evict_until(self, enough: Callable[[], bool], below: float = math.inf) -> None:
-        """Evict victims of less priority than ``below`` until ``enough``, by rules E2, E4, E9."""
-        # A promotion evicts nothing that is used more than it, also not for a quota (rule E7).
-        over_quota = self.quotas.victims(self.ram.bytes_cap) if below == math.inf else ()
-        for victim in chain(over_quota, self.ram_victims.in_order()):
-            if victim.rank >= _rank_of(below):
-                break
-            self._evict(victim)
-            if enough():
-                break
-
-    def _evict(self, victim: Entry) -> None:
-        self.counters["evictions"] += 1
-        self._policy.evicted(victim)
-        if victim.file is None:
-            if self.ssd_on:
-                self.counters["dropped_unwritten"] += 1
-            self.evicted_memory.remember(victim, "ram-cap")
-        self.drop_memory(victim)
-
     def _detach(self, entry: Entry) -> None:
         owner = entry.owner
         if entry.memory is not None:
             self.quotas.left(entry)
-            self._policy.left_ram(entry)
+            self.policy.left_ram(entry)
         if entry.holders and entry.memory is not None:
             self.held_bytes -= entry.charged_bytes
             self.held_images -= 1
@@ -624,7 +472,7 @@ class Index:
 
     def _forget_memory(self, entry: Entry) -> None:
         self.quotas.left(entry)
-        self._policy.left_ram(entry)
+        self.policy.left_ram(entry)
         entry.memory = None
         self._offer(entry)
         if entry.owner is not None:
@@ -633,7 +481,7 @@ class Index:
 
     def _free(self, memory: Memory, entry: Entry, state: str) -> None:
         self.ram.move(state, "freeing", entry.charged_bytes)
-        self._outlet.free(memory, entry.charged_bytes)
+        self.outlet.free(memory, entry.charged_bytes)
 
     def _dispose(self, entry: Entry, ram_state: str, ssd_state: str) -> None:
         """Give up what a detached, unheld entry still has.
@@ -655,7 +503,7 @@ class Index:
             self.departures.cleared(state, file.allocated_bytes)
             return
         self.ssd.move(state, "deleting", file.allocated_bytes)
-        self._outlet.delete_file(DeleteFile(entry.id, file.path, file.allocated_bytes))
+        self.outlet.delete_file(DeleteFile(entry.id, file.path, file.allocated_bytes))
 
     def _give_up_superseded(self, entry: Entry, keep: Entry | None = None) -> None:
         """Delete the files of what ``entry`` superseded, but for ``keep`` and what is lent."""
@@ -700,7 +548,7 @@ class Index:
             self._offer(entry.owner)
 
     def _set_priority(self, entry: Entry) -> None:
-        for other in self._policy.accessed(entry, self.ram.bytes_cap):
+        for other in self.policy.accessed(entry, self.ram.bytes_cap):
             self._offer(other)
 
     def _offer(self, entry: Entry) -> None:
@@ -735,24 +583,8 @@ def _may_leave_ram(entry: Entry) -> bool:
     )
 
 
-def _may_be_evicted(entry: Entry, below: float, gone: int) -> bool:
-    """Whether ``entry`` may leave RAM once ``gone`` of what hangs on it have left."""
-    return (
-        entry.attached
-        and entry.memory is not None
-        and not entry.holders
-        and not entry.is_to_be_written
-        and entry.rank < _rank_of(below)
-        and not (isinstance(entry, Segment) and entry.resident_dependents > gone)
-    )
-
-
-def _rank_of(below: float) -> Rank:
-    """The rank that no victim may reach: a promotion evicts nothing that is labelled."""
-    return (False, True, below) if below < math.inf else (True, True, math.inf)
-
-
-def _may_leave_ram_without_io(entry: Entry) -> bool:
+def may_leave_ram_without_io(entry: Entry) -> bool:
+    """Whether ``entry`` is durable, and nobody holds it or has resident bytes that hang on it."""
     return entry.file is not None and _may_leave_ram(entry)
 
 

@@ -71,7 +71,9 @@ class LoadDesk:
         for namespace in list(self._index.namespaces.values()):
             self._index.forget_if_empty(namespace)  # all its files may be unattached
         self._index.set_other_bytes(batch.foreign_bytes + batch.quarantine_bytes)
-        self._index.make_room_on_disk(0)  # the directory may have been over its cap (rule D5)
+        self._shared.eviction.make_room_on_disk(
+            0
+        )  # the directory may have been over its cap (rule D5)
 
     def clear(self, namespace: str | None) -> None:
         """Forget what was found of a namespace (all when None), and what is still to be found.

@@ -40,6 +40,7 @@ class PressureDesk:
     ) -> None:
         self._config = shared.config
         self._index = shared.index
+        self._eviction = shared.eviction
         self._ram = shared.index.ram
         self._writes = writes
         self._promotions = promotions
@@ -174,7 +175,7 @@ class PressureDesk:
             self._release(victim)
 
     def _keep_cap(self) -> None:
-        self._index.evict_beyond(self._ram.bytes_cap)
+        self._eviction.evict_beyond(self._ram.bytes_cap)
 
     def _release(self, victim: Entry) -> None:
         self._counters["released_images"] += 1

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from prefixcached.actors.desk import Shared
 from prefixcached.actors.entries import Entry, Memory
-from prefixcached.actors.index import Room
+from prefixcached.actors.eviction import Room
 from prefixcached.actors.reads import ReadDesk
 from prefixcached.protocol.actor_messages import Promoted, PromoteImage
 
@@ -85,7 +85,7 @@ class PromotionDesk:
             return Room.NEVER
         earlier = self._room_awaited.values()  # the room that they wait for is not this one's
         nbytes = entry.charged_bytes + sum(other.charged_bytes for other in earlier)
-        return self._index.make_room(nbytes, 1 + len(earlier), below=entry.priority)
+        return self._shared.eviction.make_room(nbytes, 1 + len(earlier), below=entry.priority)
 
     def _start(self, entry: Entry) -> bool:
         try:

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from prefixcached.actors import tree
 from prefixcached.actors.desk import Answer, Shared
 from prefixcached.actors.entries import Entry, Memory, Namespace, Segment
-from prefixcached.actors.index import Room
+from prefixcached.actors.eviction import Room
 from prefixcached.actors.publish import PutImage, is_complete, lower_minimum, publish
 from prefixcached.actors.put_policy import PutPlan, check_offer, may_absorb, plan_put
 from prefixcached.actors.resume import checkpoints_on
@@ -321,7 +321,7 @@ class PutDesk:
             return self._declined("busy")
         held = _whole_path(path)
         self._index.keep(held)  # before making room: the path must not be its victim
-        room = self._index.make_room(total, len(sizes))
+        room = self._shared.eviction.make_room(total, len(sizes))
         if room is not Room.FITS:
             self._index.let_go(held)
             if room is Room.SOON and now < waiting.room_deadline:

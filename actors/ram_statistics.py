@@ -1,12 +1,18 @@
 """RamTier's counters as one frozen copy (rule C5)."""
 
+import heapq
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 if TYPE_CHECKING:
     from prefixcached.actors.ram_tier import RamTier
+
+
+MAX_NAMESPACES: Final = 1000
+"""Listed with what RAM holds of each, the largest: more than anybody reads, and half a megabyte of
+the longest names; `namespaces` counts all."""
 
 
 class RamStatistics(msgspec.Struct, frozen=True):
@@ -84,7 +90,10 @@ def collect(ram_tier: "RamTier") -> RamStatistics:
         evictions={**index.counters, "over_quota": index.quotas.evictions},
         pressure=ram_tier.pressure.statistics(),
         resident_bytes_by_namespace={
-            namespace.name: nbytes for namespace, nbytes in index.quotas.resident_bytes.items()
+            namespace.name: nbytes
+            for namespace, nbytes in heapq.nlargest(
+                MAX_NAMESPACES, index.quotas.resident_bytes.items(), key=lambda item: item[1]
+            )
         },
         disk={
             "healthy": writes.disk_healthy,

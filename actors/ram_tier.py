@@ -20,6 +20,7 @@ from prefixcached.actors import memory
 from prefixcached.actors.claims import ClaimDesk
 from prefixcached.actors.desk import Answer, RamConfig, Shared
 from prefixcached.actors.entries import Entry, Memory
+from prefixcached.actors.eviction import Eviction
 from prefixcached.actors.holdings import Holdings, collect_holdings
 from prefixcached.actors.index import Index
 from prefixcached.actors.inspection import InspectionDesk
@@ -80,8 +81,9 @@ class RamTier:
             ram_bytes=config.ram_bytes, max_images=config.max_images, ssd_bytes=config.ssd_bytes,
             namespace_quota=config.namespace_quota,
         )  # fmt: skip
+        self.eviction = Eviction(self.index)
         shared = Shared(
-            config, self.index, self, self.boot, create_memory, new_id, count(1),
+            config, self.index, self.eviction, self, self.boot, create_memory, new_id, count(1),
         )  # fmt: skip
         self.reads = ReadDesk(shared)
         self.promotions = PromotionDesk(shared, self.reads)
@@ -265,7 +267,7 @@ class RamTier:
             self.takes.retry(now)
         if now >= self._next_sweep:
             self._next_sweep = now + SWEEP_SECONDS
-            self.index.demote_idle(now - self.config.idle_seconds)
+            self.eviction.demote_idle(now - self.config.idle_seconds)
             self.labels.expire(now)
         if self._drained is not None and self.writes.is_idle and not self.puts.puts:
             self._drained.set()

@@ -224,11 +224,11 @@ class WriteDesk:
                 self._queue.popleft()
                 self._refuse(entry)
                 continue
-            if chain_broken or not self._index.make_room_on_disk(reserve):
+            if chain_broken or not self._shared.eviction.make_room_on_disk(reserve):
                 self._queue.popleft()
                 self._refuse(entry)
                 continue
-            if not self._index.fits_on_disk(reserve):
+            if not self._shared.eviction.fits_on_disk(reserve):
                 self._waits_for_deletions = True  # they are on their way; `Deleted` pumps again
                 break
             self._queue.popleft()

@@ -226,7 +226,7 @@ def test_what_leaves_is_counted_by_its_cause() -> None:
     core.advance(30.0)
     assert changed() == {"evictions.demotions": 2}
     core.index.ssd.bytes_cap = disk.bytes - 1
-    assert core.index.make_room_on_disk(0)
+    assert core.eviction.make_room_on_disk(0)
     assert changed() == {"evictions.ssd_evictions": 1}
     disk.settle()
     disk.set_healthy(False)
@@ -273,6 +273,18 @@ def test_gauges_are_those_of_the_moment() -> None:
     assert {name: getattr(after, name) for name in gauges} == dict.fromkeys(gauges, 0)
     assert after.ram_bytes == 0
     assert after.ram_bytes_peak == 2 * PAGE
+
+
+def test_many_namespaces_do_not_outgrow_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C5: those that hold most are listed, and all are counted."""
+    monkeypatch.setattr(ram_statistics, "MAX_NAMESPACES", 2)
+    core = Core()
+    client = Client(core)
+    for number, namespace in enumerate(("plain/a", "plain/b", "plain/c")):
+        client.store(sequence(20 + 2000 * number, number), namespace)
+    now = core.statistics()
+    assert now.resident_bytes_by_namespace.keys() == {"plain/b", "plain/c"}
+    assert now.namespaces == 3
 
 
 def test_statistics_are_plain_values() -> None:

@@ -59,7 +59,7 @@ def test_what_the_disks_cap_pushed_out_is_said_to_be_evicted() -> None:
     disk.settle()
     client.release(client.verify(slot, sequence(11, 1)))
     core.index.ssd.bytes_cap = disk.bytes - 1
-    assert core.index.make_room_on_disk(0)
+    assert core.eviction.make_room_on_disk(0)
     disk.settle()
     assert client.contains(sequence(10, 1))
     assert client.miss(sequence(11, 0)).reason == "evicted"
@@ -74,7 +74,7 @@ def test_a_file_that_leaves_while_ram_has_its_image_is_no_eviction() -> None:
     client.store(sequence(10, 1))
     disk.settle()
     core.index.ssd.bytes_cap = disk.bytes - 1
-    assert core.index.make_room_on_disk(0)
+    assert core.eviction.make_room_on_disk(0)
     disk.settle()
     assert len(disk.files) == 1
     assert client.contains(sequence(10, 0))
@@ -219,9 +219,9 @@ def test_a_lower_cap_counts_what_is_on_its_way_out() -> None:
     client = Client(core)
     for salt in range(4):
         client.store(sequence(10, salt))
-    core.index.evict_beyond(3 * PAGE)
+    core.eviction.evict_beyond(3 * PAGE)
     assert core.index.counters["evictions"] == 1
-    core.index.evict_beyond(2 * PAGE)
+    core.eviction.evict_beyond(2 * PAGE)
     assert core.index.counters["evictions"] == 2
     while core.freeing:
         core.finish_free()
@@ -273,7 +273,7 @@ def test_what_serves_again_from_its_file_can_be_evicted() -> None:
     core.index.remove(successor)
     assert client.peek(sequence(21)) == 10
     core.index.ssd.bytes_cap = 0
-    assert core.index.make_room_on_disk(0)
+    assert core.eviction.make_room_on_disk(0)
     disk.settle()
     assert not disk.files
 

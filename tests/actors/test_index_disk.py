@@ -52,9 +52,9 @@ def test_foreign_files_make_room_before_entries_do() -> None:
     disk.settle()
     core.index.set_other_bytes(3 * PAGE)
     core.index.ssd.bytes_cap = core.index.ssd.bytes + PAGE
-    assert core.index.make_room_on_disk(PAGE)
+    assert core.eviction.make_room_on_disk(PAGE)
     assert core.to_ssd == []
-    core.index.make_room_on_disk(PAGE + 1)
+    core.eviction.make_room_on_disk(PAGE + 1)
     orders = [order.message for order in core.to_ssd if isinstance(order.message, DropOthers)]
     assert orders == [DropOthers(1)]
 
@@ -147,7 +147,7 @@ def test_files_without_a_place_make_room_alone_where_they_suffice() -> None:
     index = core.index
     index.set_other_bytes(PAGE)
     index.ssd.bytes_cap = index.ssd.bytes
-    assert index.make_room_on_disk(PAGE)
+    assert core.eviction.make_room_on_disk(PAGE)
     assert len(index.unattached) == 1
     assert not [order for order in core.to_ssd if isinstance(order.message, DropOthers)]
     disk.settle()
@@ -159,7 +159,7 @@ def test_the_whole_cap_can_be_had_from_files_without_a_place() -> None:
     """D10: what is no entry stands in nobody's way."""
     core, disk, _ = with_orphans(2)
     core.index.ssd.bytes_cap = core.index.ssd.bytes
-    assert core.index.make_room_on_disk(core.index.ssd.bytes_cap)
+    assert core.eviction.make_room_on_disk(core.index.ssd.bytes_cap)
     disk.settle()
     assert (disk.bytes, core.index.ssd.bytes) == (0, 0)
 
@@ -197,7 +197,7 @@ def test_no_file_goes_in_vain() -> None:
     disk.settle()
     client.hit(sequence(11, 0))
     core.index.ssd.bytes_cap = disk.bytes
-    assert not core.index.make_room_on_disk(2 * PAGE)
+    assert not core.eviction.make_room_on_disk(2 * PAGE)
     assert core.index.counters["ssd_evictions"] == 0
     disk.settle()
     assert len(disk.files) == 2
@@ -210,7 +210,7 @@ def test_one_file_goes_where_its_bytes_are_just_enough() -> None:
         client.store(sequence(10, salt))
     disk.settle()
     core.index.ssd.bytes_cap = disk.bytes - PAGE
-    assert core.index.make_room_on_disk(0)
+    assert core.eviction.make_room_on_disk(0)
     disk.settle()
     assert disk.bytes == PAGE
 
@@ -222,7 +222,7 @@ def test_the_files_of_a_chain_go_from_its_end_in_one_sweep() -> None:
         client.store(sequence(length))
     disk.settle()
     core.index.ssd.bytes_cap = 0
-    assert core.index.make_room_on_disk(0)
+    assert core.eviction.make_room_on_disk(0)
     disk.settle()
     assert not disk.files
     assert client.contains(sequence(20))
@@ -237,7 +237,7 @@ def test_a_file_whose_childs_file_was_lost_may_go() -> None:
     (child,) = (entry for entry in core.index.entries.values() if entry.spec.end == 20)
     core.index.lose_file(child)
     core.index.ssd.bytes_cap = 0
-    assert core.index.make_room_on_disk(0)
+    assert core.eviction.make_room_on_disk(0)
     assert core.index.counters["ssd_evictions"] == 1
 
 
@@ -250,9 +250,9 @@ def test_a_file_whose_child_will_not_be_written_may_go() -> None:
     client.store(sequence(20))
     client.reuse((*sequence(10), 7))
     core.index.ssd.bytes_cap = 0
-    assert not core.index.make_room_on_disk(0)
+    assert not core.eviction.make_room_on_disk(0)
     disk.set_healthy(False)
-    assert core.index.make_room_on_disk(0)
+    assert core.eviction.make_room_on_disk(0)
 
 
 def test_what_the_disk_evicts_makes_the_rest_older() -> None:
@@ -262,13 +262,13 @@ def test_what_the_disk_evicts_makes_the_rest_older() -> None:
         client.store(sequence(length, salt))
     disk.settle()
     core.index.ssd.bytes_cap = disk.bytes - PAGE
-    assert core.index.make_room_on_disk(0)
+    assert core.eviction.make_room_on_disk(0)
     disk.settle()
     core.index.ssd.bytes_cap = 1 << 30
     client.store(sequence(5, 2))
     disk.settle()
     core.index.ssd.bytes_cap = disk.bytes - PAGE
-    assert core.index.make_room_on_disk(0)
+    assert core.eviction.make_room_on_disk(0)
     disk.settle()
     assert [file.entry.header.spec.end for file in disk.files.values()] == [5]
 
@@ -406,5 +406,5 @@ def test_what_is_in_the_trash_is_room_to_come() -> None:
     client.clear("plain/a")
     disk.step()
     core.index.ssd.bytes_cap = core.index.ssd.bytes
-    assert core.index.make_room_on_disk(PAGE)
+    assert core.eviction.make_room_on_disk(PAGE)
     assert core.index.counters["ssd_evictions"] == 0

@@ -290,7 +290,7 @@ def test_a_lower_cap_takes_no_more_than_exceeds_it() -> None:
     client = Client(core)
     for salt in range(4):
         client.store(sequence(10, salt))
-    core.index.evict_beyond(3 * PAGE + 1)
+    core.eviction.evict_beyond(3 * PAGE + 1)
     assert core.index.ram.bytes == 3 * PAGE
 
 

@@ -266,7 +266,7 @@ def test_recency_survives_a_restart() -> None:
     client.release(client.verify(slot, sequence(11, 0)))
     while len(disk.files) > 2:
         core.index.ssd.bytes_cap = disk.bytes - 1
-        core.index.make_room_on_disk(0)
+        core.eviction.make_room_on_disk(0)
         disk.settle()
     assert client.contains(sequence(10, 0))
     assert client.contains(sequence(10, 3))

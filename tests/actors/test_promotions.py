@@ -2,7 +2,7 @@
 
 import pytest
 
-from prefixcached.actors import index as index_module
+from prefixcached.actors import eviction
 from prefixcached.actors.entries import Entry, WriteState
 from prefixcached.protocol import messages as wire
 from prefixcached.protocol.messages import Grant
@@ -219,9 +219,9 @@ def test_no_promotion_takes_the_room_that_an_offer_waits_for() -> None:
 def test_a_promotion_looks_at_so_many_images_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """C6: RamTier is not held up by a promotion that thousands of images would make room for."""
     core, _, _, large = with_full_ram()
-    monkeypatch.setattr(index_module, "MOST_FOR_PROMOTION", 1)
+    monkeypatch.setattr(eviction, "MOST_FOR_PROMOTION", 1)
     assert not core.promotions.promote(large)
-    monkeypatch.setattr(index_module, "MOST_FOR_PROMOTION", 2)
+    monkeypatch.setattr(eviction, "MOST_FOR_PROMOTION", 2)
     assert core.promotions.promote(large)
 
 

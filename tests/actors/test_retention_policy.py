@@ -63,7 +63,7 @@ def test_lru_evicts_the_least_recently_used() -> None:
 def test_cost_size_is_greedy_dual() -> None:
     """E3: priority = age + length x uses / bytes, and the age rises to the evicted priority."""
     core = core_with("cost-size", pages=4)
-    policy = core.index._policy  # the state of the formula is the policy's own
+    policy = core.index.policy  # the state of the formula is the policy's own
     assert isinstance(policy, CostSize)
     put(core, 1, pages=2)
     long_lived = entry_of(core, 1)
@@ -134,7 +134,7 @@ def test_segmented_protects_most_of_the_cap_only() -> None:
 def test_segmented_forgets_what_leaves() -> None:
     """E3: whatever leaves RAM, by eviction or clear, leaves the protected share too."""
     core = core_with("segmented")
-    policy = core.index._policy
+    policy = core.index.policy
     assert isinstance(policy, Segmented)
     for name in (1, 2, 3):
         put(core, name)
