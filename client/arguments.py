@@ -67,6 +67,8 @@ def check_description(spec: ImageSpec, error: type[ValueError] = ValueError) -> 
                 f"{tensor.name[:80]!r} is a tensor's name of {len(tensor.name)} characters; "
                 f"1 to {limits.MAX_NAME_CHARACTERS}: nest it less deep or rename it"
             )
+        if any("\ud800" <= character <= "\udfff" for character in tensor.name):
+            raise error(f"{tensor.name[:80]!r} cannot be a tensor's name: it is no UTF-8")
     if len(spec.metadata) > limits.MAX_METADATA_BYTES:
         raise error(
             f"metadata of {len(spec.metadata)} bytes; at most {limits.MAX_METADATA_BYTES}: "

@@ -270,9 +270,8 @@ class Cache:
         wait: float = 0.0,
     ) -> T:
         """Carry ``program`` out; with `fail_open` its failure becomes ``otherwise(reason)``."""
-        found_by = time.monotonic() + (timeout or self._calls.timeout_seconds)
         try:
-            return self._carry_out(program, found_by, found_by + wait)
+            return self._carry_out(program, timeout or self._calls.timeout_seconds, wait)
         except PrefixCachedError as error:
             self._pool.count_refusal(error.reason)
             if not self._fail_open:
@@ -281,8 +280,8 @@ class Cache:
         finally:
             program.close()
 
-    def _carry_out(self, program: Program[T], found_by: float, deadline: float) -> T:
-        """Carry ``program`` out, over a connection that is there at ``found_by``.
+    def _carry_out(self, program: Program[T], timeout: float, wait: float) -> T:
+        """Carry ``program`` out, over a connection that is there within ``timeout``.
 
         A daemon that is not there must not be waited for: ``wait`` is for a prefill.
         """
@@ -291,11 +290,13 @@ class Cache:
         except StopIteration as end:
             answered: T = end.value
             return answered
+        # From here on: what mlx had still to compute of the caller's KV is not the daemon's time.
+        found_by = time.monotonic() + timeout
         loan = self._calls.claims.own_loan() if programs.is_take(step) else None
         if loan is None:
             loan = Loan(self._pool, self._pool.take_out(found_by))
         try:
-            return programs.run(program, step, loan, deadline)
+            return programs.run(program, step, loan, found_by + wait)
         except BaseException:
             # A half-done conversation must not be continued by the next call.
             loan.wire.close()

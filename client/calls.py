@@ -41,7 +41,7 @@ def resolve_socket(socket: Any) -> Path:
     Raises:
         ValueError: It cannot be a path.
     """
-    path = paths.socket_path() if socket is None else Path(socket).expanduser()
+    path = paths.socket_path() if socket is None else paths.expanded(socket)
     if "\0" in str(path):
         raise ValueError("a socket's path cannot contain a NUL character")
     return path
@@ -252,7 +252,8 @@ class Calls(Generic[W]):
             return context.enter_context(self._adapter.snapshot(kv, packed, attachments))
         except Exception as error:
             reason = getattr(error, "reason", None)
-            if isinstance(reason, str):
+            # That of a UnicodeError is a sentence of Python's, about a text of the caller's.
+            if isinstance(reason, str) and not isinstance(error, UnicodeError):
                 return reason
             raise
 

@@ -84,7 +84,7 @@ class Side:
         try:
             self._shared.store(tokens, self.kv, session=session)
         except ValueError as error:
-            _logger.warning("the KV of %d tokens is not shared: %s", len(tokens), error)
+            _logger.warning("the KV of %d tokens is not shared: %s", len(tokens), str(error))
 
 
 class Generation:
@@ -112,7 +112,6 @@ class Generation:
         self._report: Callable[[int, int], None] = options.pop(
             "prompt_progress_callback", None
         ) or (lambda *_: None)
-        self._thread = threading.get_ident()
         self._are_live = True
         """Whether our lists hold the very caches that mlx-lm is decoding with."""
 
@@ -144,7 +143,7 @@ class Generation:
             start: When the first of the prompt's tokens was forwarded.
             forwarded: How many of them are, in all.
         """
-        main = self._sides[0]
+        main, thread = self._sides[0], threading.get_ident()
         responses = plain_stream_generate(
             main.model,
             tokenizer,
@@ -175,7 +174,7 @@ class Generation:
             # Speculative decoding takes rejected tokens back out of the caches as it is closed.
             responses.close()
             # Arrays belong to the thread that made them; a collector may close us on another.
-            if is_whole and self._are_live and threading.get_ident() == self._thread:
+            if is_whole and self._are_live and threading.get_ident() == thread:
                 self._store(self._tokens + produced)
 
     def _prefill(self, position: int) -> None:

@@ -286,7 +286,8 @@ def failing_as(kind: type[PrefixCachedError], doing: str) -> Iterator[None]:
     except PrefixCachedError:
         raise
     except Exception as error:
-        _logger.warning("%s: %r", doing, error)
+        # As a text: a handler that keeps its records would keep the KV that a traceback refers to.
+        _logger.warning("%s: %s", doing, repr(error))
         if isinstance(error, OSError) and error.errno in _NO_MEMORY:
             raise NoSpace(f"{doing}: {error}") from error
         raise kind(f"{doing}: {error}") from error

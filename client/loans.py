@@ -23,14 +23,18 @@ class Loan:
         wire: Greeted.
     """
 
+    # Until it has a wire: Ctrl-C may end `__init__` anywhere, and `__del__` comes nevertheless.
+    _is_back = True
+
     def __init__(self, pool: BasePool[Any], wire: BaseWire) -> None:
         self.wire = wire
         self._pool = pool
+        self._is_back = False
         self._in_use = threading.Lock()
         self._in_use.acquire()
         self._holds: set[OneWay] = set()
         self._unsent: deque[OneWay] = deque()
-        self._is_back = False
+        pool.lend(wire)
 
     def begin(self) -> bool:
         """Use the wire for another call; False where it cannot serve one."""
@@ -56,8 +60,7 @@ class Loan:
         Args:
             message: As for `add`.
             tell: Whether the daemon has to be told.
-            may_block: False in a garbage collection, which may have interrupted the pool. The wire
-                is closed with the loan then, if need be.
+            may_block: False in a garbage collection, which may have interrupted anything.
         """
         try:
             self._holds.remove(message)
@@ -80,9 +83,12 @@ class Loan:
                 while self._unsent:
                     self.wire.tell(self._unsent.popleft())
                 if self._is_free:
-                    self._is_back = self._pool.give_back(self.wire, may_block=may_block)
-                    if not self._is_back:
-                        return
+                    self._is_back = True
+                    self._pool.give_back(self.wire, may_block=may_block)
+            except BaseException:
+                # Ctrl-C: it may have gone back, and cannot go back twice.
+                self._pool.abandon(self.wire)
+                raise
             finally:
                 self._in_use.release()
 
@@ -98,9 +104,11 @@ class Loan:
 class Hold:
     """What the daemon keeps for this client until `end`, the last reference, or the connection."""
 
+    _loan: Loan | None = None  # see `Loan._is_back`
+
     def __init__(self, loan: Loan, message: OneWay) -> None:
-        self._loan: Loan | None = loan
         self._message = message
+        self._loan = loan
         loan.add(message)
 
     @property

@@ -4,6 +4,10 @@ The pool owns all wires of one cache. A wire carries one call at a time, so a ca
 blocks another (rule Q3). After a failure calls fail at once, without touching the socket,
 until a pause is over that doubles with each further failure (rule C4). A forked child closes its
 copies of the parent's sockets, without a word to the daemon, and opens its own.
+
+A garbage collection may end a generator that holds a pin, or puts the KV of its answer, while its
+thread is in the pool. So the lock lets its own thread in again, and whatever happens under it keeps
+the pool in order at every step. Nothing waits under it, and nothing is logged.
 """
 
 import functools
@@ -83,7 +87,7 @@ class BasePool(Generic[W]):
         self._failures: Counter[str] = Counter()
         self._refusals: Counter[str] = Counter()
         self._start_empty()
-        os.register_at_fork(after_in_child=functools.partial(_forget, weakref.ref(self)))
+        _pools.add(self)
 
     @property
     def path(self) -> Path:
@@ -93,6 +97,7 @@ class BasePool(Generic[W]):
     def statistics(self) -> PoolStatistics:
         """Return a consistent account of the pool."""
         with self._lock:
+            self._sort_returned()
             return PoolStatistics(
                 opened=self._counts["opened"],
                 reused=self._counts["reused"],
@@ -109,7 +114,7 @@ class BasePool(Generic[W]):
             self._refusals[reason] += 1
 
     def reserve(self) -> tuple[W, bool]:
-        """Return a wire, which is the caller's until `give_back`, and whether it must be opened.
+        """Return a wire, which is for a `Loan` now, and whether it must be opened.
 
         Raises:
             NoDaemon, CallTimeout, ProtocolFailure: What failed just before does so without a try.
@@ -118,47 +123,47 @@ class BasePool(Generic[W]):
         with self._lock:
             if self._closed:
                 raise UseAfterClose(f"the cache at {self._path} is closed; connect() a new one")
+            self._sort_returned()
             self._check_pause()
-            while self._idle:
-                wire = self._idle.pop()
+            while (wire := _pop(self._idle)) is not None:
                 if wire.is_quiet():
                     self._counts["reused"] += 1
-                    self._lent.add(wire)
                     return wire, False
-                wire.close()
-            wire = self._new_wire()
-            self._lent.add(wire)
-            return wire, True
+                self.abandon(wire)
+            return self._new_wire(), True
 
     def count_opened(self) -> None:
         """Count a wire that was opened."""
         with self._lock:
             self._counts["opened"] += 1
 
-    def give_back(self, wire: W, *, may_block: bool = True) -> bool:
+    def lend(self, wire: W) -> None:
+        """Keep ``wire`` alive until it comes back or is abandoned: its loan is complete.
+
+        Until then whoever is interrupted on the way loses it, and that closes it.
+        """
+        self._lent.add(wire)
+
+    def give_back(self, wire: W, *, may_block: bool = True) -> None:
         """Take ``wire`` back after a call, whatever became of it.
 
-        With ``may_block=False`` False where other code is in the pool right now, this thread's own
-        perhaps: nothing has happened then.
+        Args:
+            wire: Whoever gives it back does not use it again.
+            may_block: False in a garbage collection: the next call sees to the rest then.
         """
-        if not self._lock.acquire(blocking=may_block):
-            return False
-        try:
-            known = wire in self._lent
-            self._lent.discard(wire)
-            if wire.error is not None:
-                self._note_failure(wire.error)
-            elif wire.is_open:
-                self._consecutive_failures = 0
-                self._paused_until = -math.inf
-            keep = known and not self._closed and len(self._idle) < MAX_IDLE_WIRES
-            if keep and wire.is_open and not wire.holds_descriptors:
-                self._idle.append(wire)
-            else:
-                wire.close()
-        finally:
-            self._lock.release()
-        return True
+        self._returned.append(wire)
+        if not may_block:
+            if self._closed:
+                self.abandon(wire)
+            return
+        # Never `acquire`: Ctrl-C between that and a `try` would leave it locked.
+        with self._lock:
+            pause_seconds = self._sort_returned()
+        # A handler of the log may use this very cache.
+        if pause_seconds:
+            error = self._last_error
+            level = logging.WARNING if isinstance(error, ProtocolFailure) else logging.INFO
+            _logger.log(level, "%s; next attempt in %.1f s", error, pause_seconds)
 
     def abandon(self, wire: W) -> None:
         """Close a wire that nobody will give back. Takes no lock: for garbage collections."""
@@ -169,31 +174,58 @@ class BasePool(Generic[W]):
         """Close all idle wires; those in use are closed as they come back. Idempotent."""
         with self._lock:
             self._closed = True
-            while self._idle:
-                self._idle.pop().close()
+            self._sort_returned()
+            while (wire := _pop(self._idle)) is not None:
+                self.abandon(wire)
 
     def forget(self) -> None:
         """Close this process's copies of all sockets and begin anew: for a forked child only."""
-        inherited = [*self._idle, *self._lent]
+        inherited = list(self._wires)
         # The parent's lock may have been held at the fork, by a thread that is not here.
         self._start_empty()
         for wire in inherited:
             wire.close()
 
     def _start_empty(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._idle: list[W] = []
+        self._returned: list[W] = []
+        """Came back, and nobody looked at them yet."""
         # Not weak: a socket in a collected cycle might be finalised before whoever closes it.
         self._lent: set[W] = set()
+        # All that exist: a fork may come while another thread has one that is in no other place.
+        self._wires: weakref.WeakSet[W] = weakref.WeakSet()
         self._consecutive_failures = 0
         self._paused_until = -math.inf
+        self._failed_at = -math.inf
+        """When a wire failed last, on the clock of `BaseWire.answered_at`."""
         self._last_error: PrefixCachedError = NoDaemon("never tried")
 
     def _new_wire(self) -> W:
         try:
-            return self._make(self._path)
+            wire = self._make(self._path)
         except OSError as error:
             raise NoDaemon(f"this process can open no socket: {error}") from error
+        self._wires.add(wire)
+        return wire
+
+    def _sort_returned(self) -> float:
+        """Keep or close what came back; return the seconds of the pause that begins now, or 0."""
+        pause_seconds = 0.0
+        while (wire := _pop(self._returned)) is not None:
+            self._lent.discard(wire)
+            if wire.error is not None:
+                pause_seconds += self._note_failure(wire.error)
+            elif wire.answered_at > self._failed_at:
+                # What has no reply, the end of a pin for example, says nothing about the daemon.
+                self._consecutive_failures = 0
+                self._paused_until = -math.inf
+            keep = wire in self._wires and wire.is_open and not wire.holds_descriptors
+            if keep and len(self._idle) < MAX_IDLE_WIRES and not self._closed:
+                self._idle.append(wire)
+            else:
+                wire.close()
+        return pause_seconds
 
     def _check_pause(self) -> None:
         left_seconds = self._paused_until - self._clock()
@@ -203,20 +235,20 @@ class BasePool(Generic[W]):
                 f"not tried again for another {left_seconds:.1f} s: {self._last_error}"
             )
 
-    def _note_failure(self, error: PrefixCachedError) -> None:
+    def _note_failure(self, error: PrefixCachedError) -> float:
         self._failures[error.reason] += 1
+        self._failed_at = time.monotonic()
         now = self._clock()
         # Calls that failed side by side are one failure of the daemon.
         if now < self._paused_until:
-            return
-        pause_seconds = min(
+            return 0.0
+        pause_seconds: float = min(
             FIRST_PAUSE_SECONDS * 2**self._consecutive_failures, LONGEST_PAUSE_SECONDS
         )
         self._consecutive_failures = min(self._consecutive_failures + 1, 16)
         self._paused_until = now + pause_seconds
         self._last_error = error
-        level = logging.WARNING if isinstance(error, ProtocolFailure) else logging.INFO
-        _logger.log(level, "%s; next attempt in %.1f s", error, pause_seconds)
+        return pause_seconds
 
 
 class Pool(BasePool[Wire]):
@@ -231,7 +263,7 @@ class Pool(BasePool[Wire]):
         super().__init__(path, clock, functools.partial(Wire, starter=starter))
 
     def take_out(self, deadline: float) -> Wire:
-        """Return a greeted wire, which is the caller's until `give_back`.
+        """Return a greeted wire, for a `Loan`.
 
         Raises:
             NoDaemon, CallTimeout, ProtocolFailure: As `Wire.open`, or as `reserve`.
@@ -249,7 +281,21 @@ class Pool(BasePool[Wire]):
         return wire
 
 
-def _forget(pool: "weakref.ref[BasePool[Any]]") -> None:
-    alive = pool()
-    if alive is not None:
-        alive.forget()
+def _pop(wires: list[W]) -> W | None:
+    """Remove and return one: what a collection ended may have taken the last just now."""
+    try:
+        return wires.pop()
+    except IndexError:
+        return None
+
+
+_pools: "weakref.WeakSet[BasePool[Any]]" = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for pool in list(_pools):
+        pool.forget()
+
+
+# Once for all pools: what is registered here stays until the process ends.
+os.register_at_fork(after_in_child=_forget_all)

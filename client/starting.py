@@ -85,7 +85,7 @@ class Starter:
         Returns:
             Why none does, for people; empty where one does.
         """
-        if self._clock() < self._paused_until:
+        if self._is_paused:
             return self._failure
         if (file := paths.service_of(self._path)) is not None:
             return (
@@ -93,13 +93,21 @@ class Starter:
                 "run: prefixcached service start, or uninstall to let clients start it"
             )
         try:
-            self._failure = self._start_once(deadline)
+            return self._note(self._start_once(deadline))
         except OSError as error:
-            self._failure = f"it cannot be started: {error}"
-        if self._failure:
+            return self._note(f"it cannot be started: {error}")
+
+    @property
+    def _is_paused(self) -> bool:
+        return self._clock() < self._paused_until
+
+    def _note(self, failure: str) -> str:
+        """Begin the pause where there is a ``failure``, and return it."""
+        if failure and not self._is_paused:
+            self._failure = failure
             self._paused_until = self._clock() + PAUSE_SECONDS
-            _logger.warning("no daemon at %s: %s", self._path, self._failure)
-        return self._failure
+            _logger.warning("no daemon at %s: %s", self._path, failure)
+        return failure
 
     def _start_once(self, deadline: float) -> str:
         if refusal := paths.length_refusal(self._path):
@@ -118,8 +126,13 @@ class Starter:
                 if self._clock() >= deadline:
                     return "another process has been starting it for too long"
                 time.sleep(LOCK_POLL_SECONDS)
-            # Whoever had the lock before may have started one.
-            return "" if self._answers() else self._spawn(deadline)
+            # Whoever had the lock before may have started one,
+            if self._answers():
+                return ""
+            # or, where that was another thread of this process, may have failed to.
+            if self._is_paused:
+                return self._failure
+            return self._note(self._spawn(deadline))
         finally:
             # A child forked meanwhile has this descriptor too: closing alone would not unlock.
             fcntl.flock(lock, fcntl.LOCK_UN)
@@ -206,7 +219,7 @@ def _environment() -> dict[str, str]:
     """This process's environment, for one that runs in another directory."""
     variables = dict(os.environ)
     if named := variables.get(paths.CONFIG_VARIABLE):
-        variables[paths.CONFIG_VARIABLE] = str(Path(named).expanduser().absolute())
+        variables[paths.CONFIG_VARIABLE] = str(paths.expanded(named).absolute())
     return variables
 
 

@@ -248,7 +248,11 @@ def _spread(do: Callable[[Move], None], jobs: Sequence[Sequence[Move]], total_by
         except BaseException as error:  # noqa: BLE001
             failures.append(error)
     if failures:
-        raise failures[0]
+        try:
+            raise failures[0]
+        finally:
+            # This frame is in the error's traceback: the two would keep each other and the views.
+            failures.clear()
 
 
 def _pieces(move: Move) -> Iterator[Move]:

@@ -212,10 +212,9 @@ class Cache:
         wait: float = 0.0,
     ) -> T:
         """Carry ``program`` out; with `fail_open` its failure becomes ``otherwise(reason)``."""
-        found_by = time.monotonic() + (timeout or self._calls.timeout_seconds)
         try:
             await trio.lowlevel.checkpoint()
-            return await self._carry_out(program, found_by, found_by + wait)
+            return await self._carry_out(program, timeout or self._calls.timeout_seconds, wait)
         except PrefixCachedError as error:
             self._pool.count_refusal(error.reason)
             if not self._fail_open:
@@ -224,18 +223,25 @@ class Cache:
         finally:
             program.close()
 
-    async def _carry_out(self, program: Program[T], found_by: float, deadline: float) -> T:
-        """Carry ``program`` out, over a connection that is there at ``found_by``."""
+    async def _carry_out(
+        self,
+        program: Program[T],
+        timeout: float,  # noqa: ASYNC109, as `_run`
+        wait: float,
+    ) -> T:
+        """As `prefixcached.client.Cache._carry_out`."""
         try:
             step = next(program)
         except StopIteration as end:
             answered: T = end.value
             return answered
+        # Not before: what mlx had still to compute of the caller's KV is not the daemon's time.
+        found_by = time.monotonic() + timeout
         loan = self._calls.claims.own_loan() if programs.is_take(step) else None
         if loan is None:
             loan = Loan(self._pool, await self._pool.take_out(found_by))
         try:
-            return await _converse(program, step, loan, deadline)
+            return await _converse(program, step, loan, found_by + wait)
         except BaseException:
             # Cancelled or failed half-way: must not be continued by the next call.
             loan.wire.close()
@@ -256,7 +262,7 @@ async def _converse(program: Program[T], step: Step, loan: Loan, deadline: float
                     case Ask(message):
                         outcome = await wire.request(programs.timed(message, deadline), deadline)
                     case Copy() if step.nbytes >= INLINE_BYTES:
-                        await trio.to_thread.run_sync(programs.copy, step, loan, deadline)
+                        await wire.in_thread(programs.copy, step, loan, deadline, deadline=deadline)
                     case Copy():
                         programs.copy(step, loan, deadline)
                     case _:

@@ -1,14 +1,15 @@
 """One connection to the daemon: requests and replies with their descriptors.
 
-A `BaseWire` owns its socket and every descriptor received over it: whoever used one gives it back
-with `close_descriptor`, and whatever is left is closed with the wire. After any failure the wire is
-closed for good, since a late reply could be taken for the answer to another request (rule C4).
-`Wire` waits by blocking, `prefixcached.client.trio_wire.TrioWire` as a Trio task. Their calls take
-an absolute deadline on `time.monotonic`.
+A `BaseWire` owns its socket and every descriptor received over it, from the moment it arrives:
+whoever used one gives it back with `close_descriptor`, and what is left is closed with the wire.
+After any failure the wire is closed for good, since a late reply could be taken for the answer to
+another request (rule C4). `Wire` waits by blocking, `prefixcached.client.trio_wire.TrioWire` as a
+Trio task. Their calls take an absolute deadline on `time.monotonic`.
 """
 
 import array
 import errno
+import math
 import os
 import select
 import socket
@@ -65,6 +66,8 @@ class BaseWire:
         self._connection = Connection(role=Role.CLIENT)
         self._descriptors: set[int] = set()
         self._error: PrefixCachedError | None = None
+        self.answered_at = -math.inf
+        """When the last reply arrived, on `time.monotonic`."""
 
     @property
     def is_open(self) -> bool:
@@ -120,8 +123,6 @@ class BaseWire:
         The daemon ends every lease, pin and unfinished put of this connection (rule L1). In a
         forked child it closes only the child's copies: the parent's connection lives on.
         """
-        for fd in self._connection.take_unclaimed():
-            os.close(fd)
         while self._descriptors:
             os.close(self._descriptors.pop())
         self._socket.close()
@@ -142,7 +143,6 @@ class BaseWire:
         if not isinstance(event, Received):
             return None
         reply, descriptors = event
-        self._descriptors.update(descriptors)
         if isinstance(reply, messages.Failed):
             detail = f" ({reply.detail})" if reply.detail else ""
             self._fail(
@@ -152,11 +152,18 @@ class BaseWire:
                 )
             )
         assert isinstance(reply, Reply), "the connection admits nothing else"
+        self.answered_at = time.monotonic()
         return reply, descriptors
 
     def _take_in(self, data: bytes, ancillary: list[tuple[int, int, bytes]], flags: int) -> None:
         """Feed the connection with what `recvmsg` gave."""
-        self._connection.receive(data, _received_descriptors(ancillary))
+        descriptors = _received_descriptors(ancillary)
+        # Before anything else: until then Ctrl-C would leave them open for good.
+        self._descriptors.update(descriptors)
+        if not RECEIVE_FLAGS:
+            for fd in descriptors:
+                os.set_inheritable(fd, False)
+        self._connection.receive(data, descriptors)
         if flags & _TRUNCATED:
             self._fail(ProtocolFailure(f"descriptors from {self._path} were lost on the way"))
         if not data:
@@ -190,9 +197,15 @@ class BaseWire:
         raise CallTimeout(f"no time left to ask the daemon at {self._path}")
 
     def _fail(self, error: PrefixCachedError, cause: Exception | None = None) -> NoReturn:
-        self._error = error
+        # A copy that nobody raises: the pool keeps it, and with a traceback it would keep all that
+        # the caller's stack refers to, the KV of the put above all.
+        self._error = type(error)(*error.args)
         self.close()
-        raise error from cause
+        try:
+            raise error from cause
+        finally:
+            # This frame is in the traceback: a cycle, which only a collection would end.
+            del error, cause
 
 
 class Wire(BaseWire):
@@ -286,6 +299,4 @@ def _received_descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
-    for fd in descriptors:
-        os.set_inheritable(fd, False)
-    return list(descriptors)
+    return descriptors.tolist()

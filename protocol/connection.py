@@ -23,8 +23,8 @@ gives the connection up.
 
 Errors. `LocalProtocolError` says that this side's caller broke the table, `RemoteProtocolError`
 that the peer did. After an error that side stays failed: each further `next_event` (after a remote
-error) or `send` (after a local one) raises again. A daemon may still send `failed` after a remote
-error, to say what was wrong.
+error) or `send` (after a local one) raises again. A daemon may still send `failed`, to say what
+was wrong.
 
 Versions. Both sides name (major, minor) in the first exchange. Another major raises
 `VersionMismatchError`, whose text can be shown to the user; a newer minor only adds fields, which
@@ -172,14 +172,16 @@ class Connection:
         Raises:
             LocalProtocolError: The message is not legal now, or breaks a limit.
         """
-        if self._local_error is not None:
+        if self._local_error is not None and not isinstance(message, messages.Failed):
             raise LocalProtocolError(f"this side failed before: {self._local_error}")
         try:
             self._check_legal(self._role, message, LocalProtocolError)
             _check_descriptors(message, descriptors, LocalProtocolError)
             data = encode(message, descriptors)
         except LocalProtocolError as error:
-            self._local_error = error
+            # A copy: the one that is raised holds, by its traceback, this object and all that the
+            # peer sent, and would keep them until the garbage collector looks for cycles.
+            self._local_error = type(error)(*error.args)
             raise
         self._advance(self._role, message)
         return data
@@ -216,7 +218,8 @@ class Connection:
         try:
             return self._next()
         except RemoteProtocolError as error:
-            self._remote_error = error
+            self._remote_error = type(error)(*error.args)  # a copy, as in `send`
+            self._decoder.discard()
             raise
 
     def take_unclaimed(self) -> list[int]:

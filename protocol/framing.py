@@ -124,6 +124,10 @@ class FrameDecoder:
         self._start = 0
         self._buffer += data
 
+    def discard(self) -> None:
+        """Drop what no frame has used: nobody will ask for it."""
+        self._buffer, self._start = b"", 0
+
     def next_frame(self) -> Frame | None:
         """Return the next complete frame, or None until more bytes arrive.
 

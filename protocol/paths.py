@@ -47,13 +47,19 @@ def socket_path(environment: Mapping[str, str] | None = None) -> Path:
     variables = os.environ if environment is None else environment
     named = variables.get(SOCKET_VARIABLE)
     if named:
-        return Path(named).expanduser()
+        return expanded(named)
     if sys.platform == "darwin":
         return platformdirs.user_data_path(_APPLICATION) / _SOCKET_NAME
     for runtime in (variables.get("XDG_RUNTIME_DIR", ""), f"/run/user/{os.getuid()}"):
         if os.path.isabs(runtime) and os.path.isdir(runtime):
             return Path(runtime) / _APPLICATION / _SOCKET_NAME
     return platformdirs.user_state_path(_APPLICATION) / _SOCKET_NAME
+
+
+def expanded(written: str | os.PathLike[str]) -> Path:
+    """Return the path that somebody wrote, as a shell reads it: a ``~`` of nobody stays there."""
+    # Path.expanduser raises then, and a client is not to end for a wrong variable.
+    return Path(os.path.expanduser(written))
 
 
 def length_refusal(socket: Path) -> str:
@@ -117,8 +123,16 @@ def service_files() -> tuple[Path, ...]:
 
 def service_of(socket: Path) -> Path | None:
     """The file of a service that holds the socket at this path; None where none is installed."""
+    path = os.fsencode(socket)
+    # As it is, as a unit has it, where % begins a specifier, and as a property list has it.
+    forms = {
+        path,
+        path.replace(b"%", b"%%"),
+        path.replace(b"&", b"&amp;").replace(b"<", b"&lt;").replace(b">", b"&gt;"),
+    }
     for file in service_files():
         with contextlib.suppress(OSError):
-            if os.fsencode(socket) in file.read_bytes():
+            content = file.read_bytes()
+            if any(form in content for form in forms):
                 return file
     return None

@@ -654,6 +654,28 @@ def test_unusable_caches_raise_and_unstorable_ones_are_declined(daemon: SmallDae
     assert daemon.requests == []
 
 
+def test_a_text_that_is_no_utf_8_is_the_callers_mistake(tolerant: Cache) -> None:
+    """P10: the reason that a UnicodeError carries is none why a put is declined."""
+    mistake = UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed")
+    with (
+        Cache(tolerant._pool.path, adapter=BrokenAdapter("snapshot", mistake)) as cache,
+        pytest.raises(UnicodeEncodeError),
+    ):
+        cache.put(TOKENS, make_caches(TOKENS), namespace="n")
+
+
+def test_what_the_callers_kv_takes_is_not_the_daemons_time(daemon: SmallDaemon) -> None:
+    """C4: KV that mlx computes only when it is looked at is stored all the same."""
+
+    class LazyAdapter(NumpyAdapter):
+        def snapshot(self, *arguments: Any) -> Any:
+            time.sleep(1.5 * SOON)  # longer than the call may take
+            return super().snapshot(*arguments)
+
+    with Cache(daemon.path, timeout=SOON, fail_open=False, adapter=LazyAdapter()) as cache:
+        store(cache)
+
+
 def test_unsupported_tokens_are_a_miss_and_counted(cache: Cache, daemon: SmallDaemon) -> None:
     """N5: ids that do not fit are neither looked up nor stored, never wrapped."""
     for tokens in ([1, -5], [1, 2**32], [1, 2**70]):

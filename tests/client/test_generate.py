@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,6 +100,21 @@ def test_caller_stops_early(cache: Cache) -> None:
     yielded = [next(responses).token for _ in range(4)]
     responses.close()
     assert session.shared([*session.prompt, *yielded, 9], max_tokens=1, cache=cache)[1] == 64
+
+
+def test_another_thread_may_generate(cache: Cache) -> None:
+    """FIELD 2: the answer is shared by the thread that computes it, whoever asked for it."""
+    session = Session("llama")
+    responses = stream_generate(
+        session.model, session.tokenizer, session.prompt, max_tokens=6, cache=cache
+    )
+    answer: list[int] = []
+    thread = threading.Thread(
+        target=lambda: answer.extend(response.token for response in responses)
+    )
+    thread.start()
+    thread.join()
+    assert session.shared([*session.prompt, *answer, 9], max_tokens=1, cache=cache)[1] == 66
 
 
 def test_failure_in_between_stores_no_answer(cache: Cache) -> None:

@@ -223,6 +223,7 @@ BAD_OBJECTS: dict[str, Callable[[Cache], object]] = {
     "texts": lambda c: c.put_object("k", {"a": np.array(["x"])}, namespace="n"),
     "objects": lambda c: c.put_object("k", {"a": np.array([None])}, namespace="n"),
     "nine dimensions": lambda c: c.put_object("k", {"a": np.ones((1,) * 9)}, namespace="n"),
+    "a name that is no UTF-8": lambda c: c.put_object("k", {"\ud800": np.ones(1)}, namespace="n"),
     "metadata no JSON": lambda c: c.put_object("k", {}, {1, 2}, namespace="n"),
     "too much metadata": lambda c: c.put_object(
         "k", {}, "x" * limits.MAX_METADATA_BYTES, namespace="n"

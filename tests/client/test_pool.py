@@ -289,6 +289,45 @@ def test_a_collection_within_the_pool_closes_a_forgotten_pins_connection(
     assert daemon.wait_until(lambda: daemon.connections == 0)
 
 
+@pytest.mark.parametrize("close", [False, True])
+def test_a_forgotten_pin_waits_for_nobody_in_the_pool(
+    pool: Pool, daemon: SmallDaemon, close: bool
+) -> None:
+    """F1: it ends at once while another thread is in the pool; its connection is used again."""
+    pin, wire = pinned(pool)
+    if close:
+        pool.close()
+    is_in, may_go = threading.Event(), threading.Event()
+
+    def stay() -> None:
+        with pool._lock:
+            is_in.set()
+            may_go.wait(10)
+
+    thread = threading.Thread(target=stay)
+    thread.start()
+    is_in.wait()
+    del pin
+    assert thread.is_alive()
+    assert daemon.wait_until(lambda: messages.Unpin(1) in daemon.requests)
+    assert wire.is_open is not close
+    may_go.set()
+    thread.join()
+    assert (pool.statistics().lent, pool.statistics().idle) == (0, 0 if close else 1)
+
+
+def test_the_end_of_a_pin_ends_no_pause(pool: Pool, daemon: SmallDaemon) -> None:
+    """C4: what has no reply says nothing about a daemon that answers nobody."""
+    pin, _ = pinned(pool)
+    daemon.on_request = lambda peer, request: isinstance(request, messages.Peek)
+    with pytest.raises(CallTimeout):
+        ask(pool, SOON)
+    pin.release()
+    assert daemon.wait_until(lambda: messages.Unpin(1) in daemon.requests)
+    with pytest.raises(CallTimeout, match="not tried again"):
+        ask(pool, SOON)
+
+
 def run_in_child(work: object) -> tuple[int, int]:
     """Fork; the child calls ``work`` and waits; return its process id and what lets it go."""
     assert callable(work)
@@ -365,6 +404,36 @@ def test_a_fork_while_a_thread_holds_the_pool_does_not_hang_the_child(
         child, go_write = run_in_child(lambda: ask(pool))
     let_go(child, go_write)
     ask(pool)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_while_a_thread_looks_at_an_idle_connection_leaves_the_child_none(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C4: between idle and lent, a connection is known to the pool nevertheless."""
+    wire = ask(pool)
+    children: list[tuple[int, int]] = []
+
+    def in_the_child() -> None:
+        assert not wire.is_open
+
+    def fork_meanwhile() -> bool:
+        children.append(run_in_child(in_the_child))
+        return True
+
+    monkeypatch.setattr(wire, "is_quiet", fork_meanwhile)
+    assert ask(pool) is wire
+    let_go(*children[0])
+
+
+def test_a_pool_registers_nothing_for_forks(
+    daemon: SmallDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C4: what is registered stays until the process ends, so it is once for all pools."""
+    registered: list[object] = []
+    monkeypatch.setattr(os, "register_at_fork", lambda **hooks: registered.append(hooks))
+    Pool(daemon.path).close()
+    assert registered == []
 
 
 def test_a_pool_that_is_gone_is_not_kept_alive_for_forks(daemon: SmallDaemon) -> None:

@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -164,6 +165,29 @@ def test_a_start_that_fails_costs_a_miss_and_is_not_repeated(
     now += 2
     assert "8 apples" in starter.start(now + START_SECONDS)
     assert paths.log_file().stat().st_size > size
+
+
+def test_threads_that_find_none_together_start_one_that_fails(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C4: those that waited for it take its failure for theirs, and start none after it."""
+    script = f"echo tried >>'{home}/tries'; sleep 0.3; echo no >&2"
+    monkeypatch.setattr(starting, "daemon_command", lambda: ["/bin/sh", "-c", script])
+    starter, said = Starter(home / "s"), list[str]()
+    together = threading.Barrier(3)
+
+    def start() -> None:
+        together.wait()
+        said.append(starter.start(time.monotonic() + START_SECONDS))
+
+    threads = [threading.Thread(target=start) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (home / "tries").read_text().split() == ["tried"]
+    assert len(set(said)) == 1
+    assert said[0].startswith("it was started and ended: no")
 
 
 def test_only_what_the_started_process_said_is_quoted(

@@ -23,6 +23,7 @@ from prefixcached.client import (
     Stored,
     UseAfterClose,
     programs,
+    trio_wire,
 )
 from prefixcached.client.trio import INLINE_BYTES, Cache
 from prefixcached.client.trio_wire import TrioWire
@@ -280,6 +281,49 @@ async def test_much_is_copied_in_a_thread_that_ends_before_the_call(daemon: Smal
         assert threads[1] != here
         assert cache.statistics().lent == 0
         assert quiet(daemon, lambda: daemon.leases == 0)
+
+
+async def test_a_copy_waits_for_no_thread_of_the_programs(daemon: SmallDaemon) -> None:
+    """C4: a program that keeps all of Trio's threads busy is served in time."""
+    tokens = list(range(INLINE_BYTES // 64))
+    daemon.segment_max_bytes = 1 << 30
+    threads = trio.to_thread.current_default_thread_limiter()
+    async with client(daemon) as cache:
+        for _ in range(int(threads.total_tokens)):
+            await threads.acquire_on_behalf_of(object())
+        with trio.fail_after(10):
+            await store(cache, tokens)
+            await hit(cache, tokens)
+
+
+async def test_a_copy_that_finds_no_thread_costs_the_timeout(
+    daemon: SmallDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C4: where many calls copy at once, the wait for a turn is bounded as well."""
+    monkeypatch.setattr(trio_wire, "THREADS", 1)
+    tokens = list(range(INLINE_BYTES // 64))
+    daemon.segment_max_bytes = 1 << 30
+    async with client(daemon, timeout=SOON) as cache:
+        wire = await cache._pool.take_out(time.monotonic() + 5)
+        cache._pool.give_back(wire)
+        await wire._threads.acquire_on_behalf_of("another call")
+        with trio.fail_after(10), pytest.raises(CallTimeout, match="no thread was free"):
+            await store(cache, tokens)
+        wire._threads.release_on_behalf_of("another call")
+        assert cache.statistics().failures == {}
+        assert quiet(daemon, lambda: daemon.connections == 0)
+
+
+async def test_what_the_callers_kv_takes_is_not_the_daemons_time(daemon: SmallDaemon) -> None:
+    """C4: KV that mlx computes only when it is looked at is stored all the same."""
+
+    class LazyAdapter(NumpyAdapter):
+        def snapshot(self, *arguments: Any) -> Any:
+            time.sleep(1.5 * SOON)  # longer than the call may take
+            return super().snapshot(*arguments)
+
+    async with client(daemon, timeout=SOON, adapter=LazyAdapter()) as cache:
+        await store(cache)
 
 
 async def test_what_cannot_be_restored_is_a_miss(daemon: SmallDaemon) -> None:

@@ -300,6 +300,23 @@ def test_received_descriptors_are_closed_exactly_once(daemon: SmallDaemon) -> No
     assert not any(is_open(fd) for fd in descriptors)
 
 
+def test_descriptors_are_the_wires_from_the_moment_they_arrive(
+    daemon: SmallDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """L1: Ctrl-C before anybody has read their message leaves none of them open."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    wire = opened(daemon.path)
+    daemon.on_request = raw(encode(messages.Descriptors(first=0, count=1), 1), 1)
+    monkeypatch.setattr(wire._connection, "receive", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        wire.request(messages.Fetch(1, 0), within(5))
+    assert wire.holds_descriptors
+    wire.close()
+
+
 def test_an_idle_wire_notices_the_end_and_what_nobody_asked_for(daemon: SmallDaemon) -> None:
     """C4: a connection is not reused after its daemon went, nor after it spoke out of turn."""
     ended, surprised = opened(daemon.path), opened(daemon.path)

@@ -1,5 +1,9 @@
 """`Connection`: which message is legal when, descriptors, versions, and errors that stay."""
 
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
 from itertools import product
 
 import pytest
@@ -287,6 +291,42 @@ def test_a_local_error_stays() -> None:
         pair.client.send(HELLO)
     with pytest.raises(LocalProtocolError, match="failed before"):
         pair.client.send(m.Status())
+
+
+def test_what_came_before_a_remote_error_is_dropped() -> None:
+    """C3: up to 16 MiB would stay until whoever caused the error has read `Failed`."""
+    pair = greeted()
+    pair.daemon.receive(b"garbage, clearly")
+    with pytest.raises(RemoteProtocolError):
+        pair.daemon.next_event()
+    assert not pair.daemon.has_partial_frame
+
+
+def fail_remotely(connection: Connection) -> None:
+    connection.receive(b"garbage, clearly")
+    with suppress(RemoteProtocolError):
+        connection.next_event()
+
+
+def fail_locally(connection: Connection) -> None:
+    with suppress(LocalProtocolError):
+        connection.send(FAILED)
+
+
+@pytest.mark.parametrize("fail", [fail_remotely, fail_locally])
+def test_a_failed_connection_waits_for_no_garbage_collector(
+    fail: Callable[[Connection], None],
+) -> None:
+    """C3: a hundred clients that send garbage would leave gigabytes until it runs."""
+    gc.disable()
+    try:
+        connection = Connection(Role.CLIENT)
+        fail(connection)
+        kept = weakref.ref(connection)
+        del connection
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 # -- versions and capabilities --------------------------------------------------------------------

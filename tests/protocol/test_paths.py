@@ -1,6 +1,7 @@
 """Where the socket is: one rule for daemon and clients."""
 
 import os
+import plistlib
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from prefixcached.protocol.paths import (
     length_refusal,
     log_file,
     service_files,
+    service_of,
     socket_path,
     start_lock,
 )
@@ -24,6 +26,11 @@ def test_the_variable_names_the_socket(tmp_path: Path) -> None:
     assert socket_path({SOCKET_VARIABLE: str(named)}) == named
     assert socket_path({SOCKET_VARIABLE: "~/s"}) == Path.home() / "s"
     assert socket_path({SOCKET_VARIABLE: ""}) == socket_path({})
+
+
+def test_a_home_directory_of_nobody_stays_as_it_is_written() -> None:
+    """C4: a wrong variable means that no daemon is found, and ends no client."""
+    assert socket_path({SOCKET_VARIABLE: "~no-such-user/s"}) == Path("~no-such-user/s")
 
 
 def test_the_default_fits_a_socket_and_no_cleaner_deletes_it(
@@ -88,6 +95,22 @@ def test_files_lie_where_the_desktop_specification_wants_them(
     assert unit == tmp_path / "config/systemd/user/prefixcached.socket"
     monkeypatch.delenv("XDG_CONFIG_HOME")
     assert service_files()[1] == tmp_path / ".config/systemd/user/prefixcached.socket"
+
+
+def test_a_service_is_found_by_a_path_that_its_file_must_escape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PLATFORM 1.3: a daemon started by hand would remove the supervisor's socket."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    agent, unit = service_files()
+    for file in (agent, unit):
+        file.parent.mkdir(parents=True)
+    unit.write_text("[Socket]\nListenStream=/100%%/s\n")
+    agent.write_bytes(plistlib.dumps({"SockPathName": "/a&b<c>/s"}))
+    assert service_of(Path("/100%/s")) == unit
+    assert service_of(Path("/a&b<c>/s")) == agent
+    assert service_of(Path("/a/s")) is None
 
 
 def test_a_path_that_does_not_fit_a_socket_is_refused_by_its_bytes() -> None:
