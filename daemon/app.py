@@ -22,6 +22,7 @@ from prefixcached import __version__
 from prefixcached.actors.holdings import Holdings
 from prefixcached.actors.mailbox import Outbox
 from prefixcached.daemon.config import Config
+from prefixcached.daemon.errors import StartError
 from prefixcached.daemon.exporter import Exporter
 from prefixcached.daemon.historian import Historian
 from prefixcached.daemon.latency import Latencies
@@ -30,6 +31,7 @@ from prefixcached.daemon.session import SessionSettings
 from prefixcached.daemon.socket_file import (
     InstanceLock,
     SocketFile,
+    check_directory,
     check_path,
     prepare_directory,
 )
@@ -48,6 +50,9 @@ _TRACED_STATISTICS: Final[tuple[str, ...]] = ("ram_tier", "ssd_tier", "prefetche
 
 LOADED_SECONDS: Final = 0.5
 """For a small directory's index, before READY: so that what is stored then is not `loading`."""
+
+LOOK_SECONDS: Final = 2.0
+"""Between two looks at the socket's file: so long clients find nobody after it was removed."""
 
 log = structlog.get_logger()
 
@@ -111,7 +116,7 @@ async def serve(
     check_path(config.socket)
     prepare_directory(config.socket.parent)
     with (
-        InstanceLock(config.lock_file),
+        InstanceLock(config.lock_file) as lock,
         SocketFile(config.socket) as socket_file,
         trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals,
     ):
@@ -123,7 +128,7 @@ async def serve(
                 traced = {n: sources[n] for n in _TRACED_STATISTICS if n in sources}
                 sources["trace"] = tracer.statistics
                 nursery.start_soon(_or_stop, stop, tracer.run, traced)
-            await _run_storage(config, storage, socket_file, stop, announce, tracer)
+            await _run_storage(config, storage, lock, socket_file, stop, announce, tracer)
             nursery.cancel_scope.cancel()
     log.info("stopped", socket=str(config.socket))
 
@@ -151,6 +156,7 @@ async def _watch_signals(signals: AsyncIterator[int], stop: trio.Event) -> None:
 async def _run_storage(
     config: Config,
     storage: StorageSide,
+    lock: InstanceLock,
     socket_file: SocketFile,
     stop: trio.Event,
     announce: Callable[[], None],
@@ -161,7 +167,7 @@ async def _run_storage(
         nursery.cancel_scope.shield = True
         await nursery.start(storage.run)
         try:
-            await _run_front(config, storage, socket_file, stop, announce, tracer)
+            await _run_front(config, storage, lock, socket_file, stop, announce, tracer)
         finally:
             socket_file.close()
             nursery.cancel_scope.deadline = trio.current_time() + DRAIN_SECONDS
@@ -173,6 +179,7 @@ async def _run_storage(
 async def _run_front(
     config: Config,
     storage: StorageSide,
+    lock: InstanceLock,
     socket_file: SocketFile,
     stop: trio.Event,
     announce: Callable[[], None],
@@ -219,6 +226,7 @@ async def _run_front(
         nursery.start_soon(historian.run)
         await nursery.start(exporter.run)
         await nursery.start(listener.run)
+        nursery.start_soon(_stay_reachable, lock, socket_file, listener, stop)
         log.info(
             "ready",
             socket=str(config.socket),
@@ -232,3 +240,27 @@ async def _run_front(
         announce()
         await stop.wait()
         nursery.cancel_scope.cancel()
+
+
+async def _stay_reachable(
+    lock: InstanceLock, socket_file: SocketFile, listener: Listener, stop: trio.Event
+) -> None:
+    """Make the socket's file again where somebody removed it; stop where that cannot be.
+
+    Nobody could reach or end a daemon without one, and it would keep the state directory from the
+    next. Whoever removed the directory, as the end of a login does, wants none there.
+    """
+    while True:
+        await trio.sleep(LOOK_SECONDS)
+        if socket_file.is_in_place:
+            continue
+        try:
+            check_directory(socket_file.path.parent)
+            lock.hold()
+            socket_file.bind()
+        except StartError as error:
+            log.error("clients cannot reach this daemon any more; stopping", reason=str(error))
+            stop.set()
+            return
+        listener.move_to(socket_file.socket)
+        log.warning("the socket's file was gone; made it again", socket=str(socket_file.path))

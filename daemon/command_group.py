@@ -1,5 +1,6 @@
-"""Groups of commands: imported when they are used; wrong usage is one line, exit code 2."""
+"""Groups of commands: imported when they are used; a failure is one line, of wrong usage code 2."""
 
+import errno
 import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -7,6 +8,8 @@ from typing import Any, Final
 
 import click
 from click.exceptions import NoArgsIsHelpError
+
+from prefixcached.daemon.standard_streams import drop_unwritten, reopen_closed
 
 EXIT_USAGE: Final = 2
 
@@ -18,7 +21,7 @@ class WrongUsage(click.ClickException):
 
 
 class CommandGroup(click.Group):
-    """A group whose usage errors take one line.
+    """A group whose failures take one line.
 
     Args:
         places: "module:function" of each command that is imported when it is used, by its name;
@@ -43,6 +46,11 @@ class CommandGroup(click.Group):
             self.add_command(getattr(found, function))
         return super().get_command(ctx, cmd_name)
 
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        """See `click.Command.main`."""
+        reopen_closed()
+        return super().main(*arguments, **options)
+
     def make_context(self, *arguments: Any, **options: Any) -> click.Context:
         """See `click.Command.make_context`."""
         with _one_line():
@@ -64,3 +72,14 @@ def _one_line() -> Iterator[None]:
         path = error.ctx.command_path if error.ctx is not None else "prefixcached"
         message = error.format_message().replace("\n", " ").rstrip(".")
         raise WrongUsage(f"{message}; see `{path} --help`") from error
+    except OSError as error:
+        if error.errno == errno.EPIPE:  # whoever read has enough, which click knows
+            raise
+        drop_unwritten()
+        raise click.ClickException(_reason(error)) from error
+
+
+def _reason(error: OSError) -> str:
+    """What went wrong, and with which file; none is named where standard output is full."""
+    what = error.strerror or str(error)
+    return f"{what}: {error.filename}" if error.filename else what

@@ -110,6 +110,13 @@ class Listener:
         """Return what each connection does now, the oldest first."""
         return [session.activity() for session in self._sessions.values()]
 
+    def move_to(self, sock: socket.socket) -> None:
+        """Accept from another listening socket, and close the one before; sessions go on."""
+        sock.setblocking(False)
+        before, self._socket = self._socket, sock
+        trio.lowlevel.notify_closing(before)
+        before.close()
+
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Accept until cancelled; then every session is cancelled too."""
         async with trio.open_nursery() as sessions:
@@ -126,10 +133,10 @@ class Listener:
 
     async def _accept(self) -> socket.socket:
         while True:
-            await trio.lowlevel.wait_readable(self._socket)
             try:
+                await trio.lowlevel.wait_readable(self._socket)
                 sock, _ = self._socket.accept()
-            except BlockingIOError:
+            except (BlockingIOError, trio.ClosedResourceError):  # the latter by `move_to`
                 continue
             except OSError as error:
                 if error.errno in _CLIENT_LEFT:

@@ -139,6 +139,8 @@ class PathKind:
         """See `Kind`."""
         if not isinstance(raw, str | Path) or not raw:
             raise ValueError("not a path")
+        if "\0" in str(raw):
+            raise ValueError("no path has a NUL")
         try:
             path = Path(raw).expanduser()
         except RuntimeError as error:

@@ -22,7 +22,7 @@ from prefixcached.actors.promotions import HITS_TO_PROMOTE
 from prefixcached.actors.retention_policy import DEFAULT_POLICY, POLICIES
 from prefixcached.actors.write_behind import USES_TO_WRITE
 from prefixcached.daemon.option_kinds import ChoiceKind, Kind, NumberKind, PathKind, SizeKind
-from prefixcached.protocol.paths import CONFIG_VARIABLE, SOCKET_VARIABLE, START_VARIABLE
+from prefixcached.protocol.paths import CONFIG_VARIABLE, SOCKET_VARIABLE, START_VARIABLE, expanded
 
 PREFIX: Final = "PREFIXCACHED_"
 """Of the environment variables: PREFIXCACHED_RAM_BYTES sets ram_bytes."""
@@ -186,7 +186,7 @@ def default_file() -> Path:
 def named_file(variables: Mapping[str, str] | None = None) -> Path | None:
     """Return the configuration file that the environment names, None where it names none."""
     named = (os.environ if variables is None else variables).get(FILE_VARIABLE)
-    return Path(named).expanduser() if named else None
+    return expanded(named) if named else None
 
 
 def gather(
@@ -244,7 +244,7 @@ def read_file(path: Path | None) -> dict[str, Any]:
         raise OptionError(f"the configuration file {file} does not exist") from error
     except OSError as error:
         raise OptionError(f"cannot read {file}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also a number of more digits than Python reads
         raise OptionError(f"{file} is no TOML: {error}") from error
     for name in content:
         if name == "socket":
@@ -268,8 +268,15 @@ def _parse(name: str, shown: str, value: object, source: str) -> object:
     except (ValueError, OverflowError) as error:
         where = "" if source == "flag" else f" in the {source}"
         raise OptionError(
-            f"{shown} = {value!r}{where} is not allowed; allowed: {kind.allowed}"
+            f"{shown} = {_written(value)}{where} is not allowed; allowed: {kind.allowed}"
         ) from error
+
+
+def _written(value: object) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # hexadecimal ones are read however long they are
+        return "a number of too many digits"
 
 
 def _known(what: str, wrong: str) -> str:

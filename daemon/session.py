@@ -25,6 +25,7 @@ import trio
 from prefixcached.actors.mailbox import Outbox, ReplySlot
 from prefixcached.daemon.latency import Latencies
 from prefixcached.daemon.restores import RestoreMeter
+from prefixcached.daemon.sendable import sendable
 from prefixcached.daemon.sockets import MessageSocket
 from prefixcached.protocol import limits, messages
 from prefixcached.protocol.actor_messages import ActorMessage, Call, ClientGone, Envelope
@@ -248,6 +249,8 @@ class Session:
             slot = ReplySlot()
             await self._tell_ram_tier(Call(self.number, request), slot)
             reply, descriptors = await self._answer(slot)
+        if isinstance(reply, messages.StatusReport):
+            reply = messages.StatusReport(report=sendable(reply.report))
         reply = msgspec.structs.replace(reply, boot=self._settings.boot)
         # The table checks RamTier's replies, like anybody's.
         data = self._connection.send(cast("AnyReply", reply), len(descriptors))

@@ -10,6 +10,9 @@ _UNITS: Final = {
     "g": 1 << 30, "gib": 1 << 30, "gb": 10**9,
     "t": 1 << 40, "tib": 1 << 40, "tb": 10**12,
 }  # fmt: skip
+MAX_SIZE_BYTES: Final = (1 << 63) - 1
+"""More than any machine has, and the most that `status` can say to every reader."""
+
 _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(%|[a-z]*)\s*", re.IGNORECASE | re.ASCII)
 
 
@@ -36,6 +39,8 @@ def parse_size(size: str | int, whole_bytes: int) -> int:
         if number > 100:
             raise ValueError(f"{size} is more than there is")
         return share_of(whole_bytes, number)
+    if number * _UNITS[unit] > MAX_SIZE_BYTES:
+        raise ValueError(f"a size must not be more than {MAX_SIZE_BYTES} bytes")
     return int(number * _UNITS[unit])
 
 

@@ -8,6 +8,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from prefixcached.daemon import config, options
 from prefixcached.daemon.commands.common import see
+from prefixcached.daemon.sendable import path_said
 from prefixcached.daemon.sizes import bytes_text
 
 SAME_SHARE: Final = 0.01
@@ -31,7 +32,9 @@ def in_force(configured: config.Config, report: Mapping[str, Any]) -> config.Con
     ssd_bytes = ram["ssd_bytes_cap"] if "ssd_tier" in report else 0
     return replace(
         configured,
-        state_dir=Path(about.get("state_dir") or configured.state_dir),
+        state_dir=path_said(
+            about.get("state_dir") or str(configured.state_dir), configured.state_dir
+        ),
         ram_bytes=ram["ram_bytes_cap"],
         ssd_bytes=ssd_bytes,
         max_images=ram["images_cap"],

@@ -90,11 +90,13 @@ def parse_ids(content: str, source: str) -> list[int]:
     if content.startswith("["):
         try:
             values: Any = json.loads(content)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise click.UsageError(f"{source} is no JSON array of token ids: {error}") from error
     else:
         values = [_number(word, source) for word in _SEPARATORS.split(content) if word]
     for value in values:
+        if isinstance(value, list | dict):  # which may be as deep as can be read, and no deeper
+            raise click.UsageError(f"{source}: a list of token ids has no other in it")
         if not isinstance(value, int) or isinstance(value, bool):
             raise click.UsageError(f"{source}: {value!r} is no token id")
     return list(values)

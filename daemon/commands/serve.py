@@ -145,5 +145,4 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
 def _print(line: str) -> None:
     # Whoever started the daemon may have stopped listening.
     with suppress(OSError):
-        click.echo(line)
-        sys.stdout.flush()
+        click.echo(os.fsencode(line))  # a path need not be UTF-8

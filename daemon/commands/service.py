@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import click
 
@@ -24,12 +24,10 @@ from prefixcached.daemon.options import OptionError
 from prefixcached.daemon.service import running
 from prefixcached.daemon.service.launch_agent import LaunchAgent
 from prefixcached.daemon.service.plan import Service, ServiceError, ServicePlan, make_plan
+from prefixcached.daemon.service.purge import purge as purge_plan
 from prefixcached.daemon.service.systemd_units import SystemdUnits
 from prefixcached.daemon.socket_file import check_path
-from prefixcached.protocol.paths import log_file, start_lock
-
-OURS: Final = "prefixcached"
-"""Name of every directory that the product makes for itself alone."""
+from prefixcached.protocol.paths import log_file
 
 
 @click.group(
@@ -78,10 +76,7 @@ def uninstall(socket: Path, config_file: Path | None, *, purge: bool) -> None:
                     f"a daemon still runs at {plan.socket}{running.how_to_end(plan.lock_file)}, "
                     "then run this again"
                 )
-            paths = purge_paths(plan)
-            _say(f"removed {path}" for path in paths if running.remove(path))
-            parents = dict.fromkeys(path.parent for path in paths if path.parent.name == OURS)
-            _say(f"removed {parent}" for parent in parents if running.remove_empty(parent))
+            _say(purge_plan(plan))
 
 
 @service.command(epilog="Example: prefixcached service start")
@@ -175,21 +170,6 @@ def of_this_platform(plan: ServicePlan) -> Service:
     if sys.platform == "darwin":
         return LaunchAgent(plan)
     return SystemdUnits(plan)
-
-
-def purge_paths(plan: ServicePlan) -> list[Path]:
-    """Return everything that the daemon may have left, its own directories and no others."""
-    beside_socket = [plan.socket, plan.lock_file, start_lock(plan.socket)]
-    if plan.socket.parent.name == OURS:
-        beside_socket = [plan.socket.parent]
-    config_dir = plan.config_file.parent
-    config = [config_dir] if config_dir.name == OURS else [plan.config_file]
-    state = [plan.state_dir]
-    if plan.state_dir.name != OURS:
-        # A directory that the user named may hold other things.
-        names = ("segments.noindex", "quarantine", "trash", "lock", "written.json")
-        state = [plan.state_dir / name for name in names]
-    return list(dict.fromkeys([*state, *beside_socket, plan.log_dir, *config]))
 
 
 def ask_about(socket: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from prefixcached.daemon.commands.common import EXIT_FAILED, counted, say, socke
 from prefixcached.daemon.commands.option_flags import config_option, settings
 from prefixcached.daemon.commands.verification import Finding, Survey, repair
 from prefixcached.daemon.options import options_of
+from prefixcached.daemon.sendable import REPLACEMENT, path_said
 from prefixcached.daemon.sizes import bytes_text
 
 
@@ -77,7 +78,10 @@ def _directory(
         return configured, f"which is configured ({error})", False
     if used is None:
         return configured, f"which is configured (the daemon at {socket} uses none)", False
-    return Path(used), f"which the daemon at {socket} uses", True
+    directory = path_said(used, configured)
+    if REPLACEMENT in used and not directory.is_dir():
+        raise click.UsageError(f"{used} is not all of its name; give it as --state-dir")
+    return directory, f"which the daemon at {socket} uses", True
 
 
 def _repair(survey: Survey, damaged: list[Finding], *, is_live: bool) -> int:

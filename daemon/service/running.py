@@ -3,6 +3,7 @@
 import fcntl
 import os
 import shutil
+import stat
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -115,24 +116,38 @@ def make_private(directory: Path) -> None:
 
 
 def remove(path: Path) -> bool:
-    """Remove a file, or a directory with all in it; False if there was none.
+    """Remove a file, never a directory; False if there was none.
 
     A link is removed, never what it leads to.
+
+    Raises:
+        ServiceError: It stays.
+    """
+    try:
+        if stat.S_ISDIR(path.lstat().st_mode):
+            return False
+        path.unlink()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise ServiceError(f"cannot remove {path}: {error.strerror}") from error
+    return True
+
+
+def remove_tree(directory: Path) -> bool:
+    """Remove a directory with all in it; False if there was none, or a link to one.
 
     Raises:
         ServiceError: Something of it stays.
     """
     try:
-        if path.is_symlink() or path.is_file() or path.is_socket():
-            path.unlink()
-        elif path.is_dir():
-            shutil.rmtree(path)
-        else:
+        if not stat.S_ISDIR(directory.lstat().st_mode):
             return False
-    except FileNotFoundError:
+        shutil.rmtree(directory)
+    except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
-        raise ServiceError(f"cannot remove {path}: {error.strerror}") from error
+        raise ServiceError(f"cannot remove {directory}: {error.strerror}") from error
     return True
 
 

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
+from prefixcached.daemon.sendable import sendable
 from prefixcached.daemon.trace.prefix_digests import PrefixDigests
 from prefixcached.protocol import messages
 from prefixcached.protocol.actor_messages import ActorMessage
@@ -39,7 +40,7 @@ class PlainForm:
         """Return the plain form of ``message``; ``request`` is what a reply answers."""
         plain: Plain = msgspec.to_builtins(message, builtin_types=(bytes,))
         if isinstance(message, messages.StatusReport):
-            return plain
+            return sendable(plain)
         self._reduce(plain)
         if isinstance(message, messages.Explanation) and not self._keep_tokens:
             held = request.tokens[: 4 * message.matched]
@@ -57,6 +58,8 @@ class PlainForm:
                 case "tokens", bytes() if not self._keep_tokens:
                     is_prompt = plain.get("type") in _PROMPTS
                     plain[name] = self._digests.of(value) if is_prompt else len(value) // 4
+                case "tokens_checksum", str() if not self._keep_tokens:
+                    plain[name] = ""  # whoever guesses a prompt could see that it is the one
                 case (("label" | "key"), str()) if value and not self._keep_tokens:
                     plain[name] = self._name(value)
                 case _, dict():

@@ -23,6 +23,7 @@ import msgpack
 import msgspec
 
 from prefixcached.daemon.errors import StartError
+from prefixcached.daemon.sendable import sendable
 
 FORMAT: Final = 1
 """Grows when a reader of the old one would misunderstand the new."""
@@ -143,7 +144,7 @@ class TraceWriter:
             raise StartError(f"cannot write the trace {path}: {error.strerror}") from error
         try:
             self._take_over(path)
-            self.append([MAGIC, msgpack.packb(msgspec.to_builtins(header))])
+            self.append([MAGIC, msgpack.packb(sendable(msgspec.to_builtins(header)))])
         except OSError as error:
             self.close()
             raise StartError(f"cannot write the trace {path}: {error.strerror}") from error

@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from prefixcached.actors import ram_statistics
 from prefixcached.protocol import messages as wire
 from prefixcached.protocol.tokens import pack_tokens
 from tests.support.core import PAGE, Core, small_config

@@ -1,15 +1,21 @@
 """The daemon as a whole, in the test's own event loop, with a fake storage side."""
 
+import errno
+import os
+import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import structlog.testing
 import trio
 import trio.testing
 
 from prefixcached.daemon import app
 from prefixcached.daemon.config import Config
 from prefixcached.daemon.errors import StartError
+from prefixcached.daemon.socket_file import InstanceLock, SocketFile
 from prefixcached.protocol import messages as m
 from tests.daemon.clients import connected
 from tests.daemon.fakes import FakeRamTier
@@ -161,3 +167,66 @@ async def test_a_second_daemon_does_not_disturb_the_first(
         async with connected(settings.socket) as client:
             assert isinstance(await client.ask(TAKE), m.Miss)
         signal.raise_signal(signal.SIGTERM)
+
+
+async def test_a_socket_whose_file_is_removed_is_made_again(
+    autojump_clock: trio.testing.MockClock, settings: Config, ready: trio.Event
+) -> None:
+    """C4: nobody could reach the daemon without it; who is connected notices nothing."""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(app.serve, settings, FakeRamTier(), ready.set)
+        await ready.wait()
+        async with connected(settings.socket) as client:
+            settings.socket.unlink()
+            await trio.sleep(app.LOOK_SECONDS + 1)
+            async with connected(settings.socket) as newcomer:
+                assert isinstance(await newcomer.ask(TAKE), m.Miss)
+            assert isinstance(await client.ask(TAKE), m.Miss)
+        signal.raise_signal(signal.SIGTERM)
+    assert not settings.socket.exists()
+
+
+async def test_a_daemon_whose_directory_is_removed_stops(
+    autojump_clock: trio.testing.MockClock, settings: Config, ready: trio.Event, directory: Path
+) -> None:
+    """C4: nobody can reach or end it, and it would keep the state directory from the next."""
+    own = replace(settings, socket=directory / "below" / "s")
+    storage = RecordingStorage(own)
+    with structlog.testing.capture_logs() as logged:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(app.serve, own, storage, ready.set)
+            await ready.wait()
+            shutil.rmtree(own.socket.parent)
+    assert storage.stops == [(0, False)]
+    assert "clients cannot reach this daemon any more; stopping" in [x["event"] for x in logged]
+    assert not own.socket.parent.exists()
+
+
+async def test_a_daemon_whose_place_another_took_stops(
+    autojump_clock: trio.testing.MockClock, settings: Config, ready: trio.Event
+) -> None:
+    """D9: one daemon for one socket, which is whoever holds the lock at the path."""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(app.serve, settings, FakeRamTier(), ready.set)
+        await ready.wait()
+        settings.lock_file.unlink()
+        with InstanceLock(settings.lock_file), SocketFile(settings.socket):
+            await trio.sleep(app.LOOK_SECONDS + 1)
+            assert settings.socket.exists()
+
+
+async def test_a_socket_that_cannot_be_removed_keeps_no_storage_from_finishing(
+    monkeypatch: pytest.MonkeyPatch, settings: Config, ready: trio.Event
+) -> None:
+    """DESIGN 4: what is queued is written, also where the socket's file system is read-only."""
+
+    def refused(_path: Path, *, missing_ok: bool) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    storage = RecordingStorage(settings)
+    monkeypatch.setattr(Path, "unlink", refused)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(app.serve, settings, storage, ready.set)
+        await ready.wait()
+        signal.raise_signal(signal.SIGTERM)
+    assert storage.stops == [(0, True)]

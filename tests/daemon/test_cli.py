@@ -1,6 +1,7 @@
 """The command line, as a user or a script meets it: output, exit codes, real processes."""
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from prefixcached import __version__
 from prefixcached.daemon.cli import PLACES, main
 from prefixcached.protocol.paths import SOCKET_VARIABLE
 from tests.support.daemon_process import DaemonProcess
+from tests.support.until import until
 
 
 def invoke(*arguments: str, socket: Path | None = None) -> Result:
@@ -125,6 +127,42 @@ def test_a_second_daemon_for_the_same_socket_ends_with_1(daemon: DaemonProcess) 
     assert shown.exit_code == 1
     assert f"process {daemon.pid}" in shown.output
     assert invoke("status", socket=daemon.socket).exit_code == 0
+
+
+def redirected(arguments: str, redirection: str) -> list[str]:
+    """The command line as a process whose standard streams the shell redirects."""
+    command = f"{shlex.quote(sys.executable)} -m prefixcached.daemon.cli"
+    return ["sh", "-c", f"exec {command} {arguments} {redirection}"]
+
+
+def test_a_daemon_whose_standard_streams_are_closed_serves(directory: Path) -> None:
+    """Its starter may have closed them; the log file takes what it says all the same."""
+    log = directory / "log"
+    serve = f"serve --ssd-bytes 0 --socket {directory / 's'} --log-file {log}"
+    with subprocess.Popen(redirected(serve, "<&- >&- 2>&-")) as process:
+        until(lambda: process.poll() is not None or (log.exists() and '"ready"' in log.read_text()))
+        process.terminate()
+    assert process.returncode == 0
+    assert '"stopped"' in log.read_text()
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_command_with_closed_streams_does_its_work(daemon: DaemonProcess, closed: str) -> None:
+    """What it says is lost, as its caller wants it; what it does is not."""
+    done = subprocess.run(
+        redirected(f"clear --socket {daemon.socket}", closed),
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
+def test_a_full_disk_behind_standard_output_is_one_line() -> None:
+    """It says what is wrong and ends with 1, without a traceback."""
+    done = subprocess.run(
+        redirected("--help", ">/dev/full"), capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (1, "Error: No space left on device\n")
 
 
 LIST_IMPORTS = """

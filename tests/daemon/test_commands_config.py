@@ -10,7 +10,7 @@ import pytest
 from prefixcached.actors.desk import RamConfig
 from prefixcached.daemon import options
 from prefixcached.daemon.config import load
-from prefixcached.daemon.options import OptionError, Options, gather, options_of
+from prefixcached.daemon.options import FILE_VARIABLE, OptionError, Options, gather, options_of
 from prefixcached.daemon.storage import Storage
 from tests.daemon.command_line import invoke
 from tests.support.daemon_process import DaemonProcess
@@ -85,7 +85,11 @@ def test_the_file_is_named_by_variable_or_found_where_the_platform_keeps_it(
         ('promote = ["always"]', ("promote", "always", "second-hit")),
         ('state_dir = "relative"', ("state_dir", "relative", "absolute")),
         ('state_dir = "~nobody-at-all/x"', ("state_dir", "~nobody-at-all/x", "absolute")),
+        ('state_dir = "/a\\u0000b"', ("state_dir", "absolute")),
         ("ram_bytes = " + "[" * 5000 + "]" * 5000, ("is no TOML",)),
+        ("ram_bytes = " + "9" * 5000, ("is no TOML",)),
+        ("ram_bytes = 0x" + "f" * 5000, ("ram_bytes", "too many digits")),
+        ("ram_bytes = 99999999999999999999", ("ram_bytes", "99999999999999999999")),
         ("ram_byte = 1", ("ram_byte ", "did you mean ram_bytes?", "put_min_tokens")),
         ('socket = "/s"', ("socket", "PREFIXCACHED_SOCKET")),
         ("[ram]\nbytes = 1", ("ram",)),
@@ -110,6 +114,13 @@ def test_a_bad_variable_is_refused_by_name(variable: str, value: str) -> None:
     """A typing error in the environment is not silently the default."""
     with pytest.raises(OptionError, match=variable):
         gather({}, environment={variable: value}, file=Path("/dev/null"))
+
+
+def test_a_file_in_a_home_directory_of_nobody_is_refused_by_its_path() -> None:
+    """A typing error in the variable is a line for people, not a traceback."""
+    named = "~no-such-user/config.toml"
+    with pytest.raises(OptionError, match=f"{named} does not exist"):
+        gather({}, environment={FILE_VARIABLE: named})
 
 
 def test_a_named_file_must_exist(tmp_path: Path) -> None:

@@ -170,6 +170,8 @@ def test_explain_changes_nothing(filled: DaemonProcess) -> None:
         ("1 2 three", "'three'"),
         ("[1, 2.5]", "2.5"),
         ("[1, 2", "JSON"),
+        ("[" * 100_000, "JSON"),
+        ("[1, [2]]", "no other in it"),
         ("1 -2", "found -2; prompts with others are neither stored nor found"),
         ("[true]", "True"),
         ("", "standard input has no tokens"),

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -10,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from prefixcached.daemon.commands.service import purge_paths
 from prefixcached.daemon.service.plan import ServiceError, ServicePlan, console_script
+from prefixcached.daemon.service.purge import purge as purge_plan
 from tests.daemon.command_line import invoke
 from tests.support.daemon_process import DaemonProcess
 
@@ -94,25 +95,59 @@ def test_the_life_of_a_service(home: dict[str, str | None], directory: Path) -> 
     assert invoke("service", "start", environment=home).exit_code == 0
     purged = invoke("service", "uninstall", "--purge", environment=home)
     assert purged.exit_code == 0, purged.output
-    assert f"removed {directory / 'cache' / 'prefixcached'}" in purged.output
+    assert f"removed {directory / 'cache' / 'prefixcached'}\n" in purged.output
     assert not unit.exists()
     assert not (directory / "run" / "prefixcached").exists()
     assert invoke("service", "uninstall", "--purge", environment=home).exit_code == 0
 
 
-def test_a_purge_leaves_a_named_directorys_other_files(tmp_path: Path) -> None:
-    """Whoever put the cache into a directory of theirs keeps what else is in it."""
-    plan = ServicePlan(
-        program=tmp_path / "p", socket=tmp_path / "mine" / "s", home=tmp_path,
-        log_dir=tmp_path / "log" / "prefixcached", state_dir=tmp_path / "mine",
-        config_file=tmp_path / "mine" / "my.toml",
+def plan_within(directory: Path, *, socket: Path, config_file: Path) -> ServicePlan:
+    """A plan whose state is in ``directory``, and whose log is elsewhere."""
+    return ServicePlan(
+        program=directory / "p", socket=socket, home=directory,
+        log_dir=directory.parent / "log", state_dir=directory, config_file=config_file,
     )  # fmt: skip
-    paths = purge_paths(plan)
-    assert tmp_path / "mine" not in paths
-    assert tmp_path / "mine" / "segments.noindex" in paths
-    assert tmp_path / "mine" / "s" in paths
-    assert tmp_path / "mine" / "s.starting" in paths
-    assert tmp_path / "mine" / "my.toml" in paths
+
+
+def left_by_a_daemon(directory: Path) -> ServicePlan:
+    """What a daemon leaves that has everything in one directory."""
+    for name in ("segments.noindex", "quarantine", "trash"):
+        (directory / name / "below").mkdir(parents=True)
+    for name in ("lock", "written.json", "tmp-1", "s.lock", "s.starting", "my.toml"):
+        (directory / name).touch()
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(directory / "s"))
+    return plan_within(directory, socket=directory / "s", config_file=directory / "my.toml")
+
+
+def test_a_purge_leaves_the_other_files_of_a_directory(directory: Path) -> None:
+    """A checkout of this project is called as the daemon's own directories are."""
+    checkout = directory / "prefixcached"
+    (checkout / "daemon").mkdir(parents=True)
+    plan = left_by_a_daemon(checkout)
+    assert len(list(purge_plan(plan))) == 10
+    assert list(checkout.iterdir()) == [checkout / "daemon"]
+
+
+def test_a_purge_leaves_nothing_of_ours(directory: Path) -> None:
+    """The directory of our name goes when nothing is left in it."""
+    plan = left_by_a_daemon(directory / "prefixcached")
+    plan.log_dir.mkdir()
+    plan.log_file.touch()
+    plan.log_file.with_name(f"{plan.log_file.name}.1").touch()
+    assert f"removed {directory / 'prefixcached'}" in list(purge_plan(plan))
+    assert list(directory.iterdir()) == []
+
+
+def test_a_purge_takes_nothing_where_no_daemon_worked(directory: Path) -> None:
+    """A wrong state directory, --socket or --config costs nobody a file."""
+    (directory / "trash" / "mine").mkdir(parents=True)
+    (directory / "lock").touch()
+    (directory / "s").touch()
+    plan = plan_within(directory, socket=directory / "s", config_file=directory / "trash")
+    assert list(purge_plan(plan)) == []
+    assert {path.name for path in directory.iterdir()} == {"trash", "lock", "s"}
+    assert (directory / "trash" / "mine").is_dir()
 
 
 def test_a_purge_beside_a_running_daemon_is_refused(

@@ -13,6 +13,7 @@ from prefixcached.daemon.commands.verification import Finding, Survey, repair
 from tests.daemon.command_line import BOTH_TIERS, invoke, numpy_cache, put
 from tests.support.daemon_process import DaemonProcess
 from tests.support.terminal_screen import TerminalScreen
+from tests.support.until import wait_until_loaded
 
 
 @pytest.fixture
@@ -107,8 +108,10 @@ def test_verify_names_damage_and_repair_moves_it_aside(stored: DaemonProcess) ->
 def test_repair_beside_a_daemon_costs_a_miss_and_nothing_else(stored: DaemonProcess) -> None:
     """D1: deleting any file at any time is safe, so repair is."""
     stored.kill()
-    flip_last_byte(images(stored.state_dir)[0])
     stored.start()
+    with numpy_cache(stored.socket) as cache:
+        wait_until_loaded(cache)  # which checks the tokens, the last bytes of a file
+    flip_last_byte(images(stored.state_dir)[0])
     repaired = invoke("verify", "--repair", socket=stored.socket)
     assert repaired.exit_code == 0
     assert "the daemon lists them as on SSD until" in repaired.output

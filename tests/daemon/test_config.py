@@ -21,6 +21,7 @@ from prefixcached.daemon.sizes import parse_size
     [
         (0, 0),
         (1234, 1234),
+        ("8388607TiB", 8388607 << 40),
         ("0", 0),
         ("1234", 1234),
         ("8GiB", 8 << 30),
@@ -43,6 +44,13 @@ def test_sizes_are_read_as_people_write_them(text: str | int, expected: int) -> 
 def test_what_is_no_size_is_refused(text: str | int) -> None:
     """A typing error is not a cap of zero."""
     with pytest.raises(ValueError, match=r"size|negative|more than"):
+        parse_size(text, 1000)
+
+
+@pytest.mark.parametrize("text", [1 << 63, "8388608TiB", "9" * 400])
+def test_a_size_that_no_report_can_hold_is_refused(text: str | int) -> None:
+    """`status` says the caps in 64 bits."""
+    with pytest.raises(ValueError, match="must not be more than"):
         parse_size(text, 1000)
 
 

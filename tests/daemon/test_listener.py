@@ -40,6 +40,21 @@ async def test_the_listener_counts_its_sessions(front: Front) -> None:
     assert set(found.refused.values()) == {0}
 
 
+async def test_a_listener_moves_to_another_socket_and_keeps_its_sessions(front: Front) -> None:
+    """C4: who is connected notices nothing, and who comes is served."""
+    async with connected(front.path) as client:
+        front.path.unlink()
+        with socket.socket(socket.AF_UNIX) as other:
+            other.bind(str(front.path))
+            other.listen()
+            front.listener.move_to(other)
+            async with connected(front.path) as newcomer:
+                assert isinstance(await newcomer.ask(m.Clear()), m.Cleared)
+                assert isinstance(await client.ask(m.Clear()), m.Cleared)
+            front.scope.cancel()
+            await settled()
+
+
 async def test_a_process_of_another_user_is_closed_before_a_byte_is_read(
     make_front: FrontMaker,
 ) -> None:

@@ -14,13 +14,8 @@ from structlog.typing import EventDict
 from prefixcached.client import connect
 from prefixcached.client.wire import Wire
 from prefixcached.daemon.errors import StartError
-from prefixcached.daemon.logs import (
-    LINES_A_WINDOW,
-    MAX_EVENTS,
-    WINDOW_SECONDS,
-    Limiter,
-    LogFile,
-)
+from prefixcached.daemon.log_streams import LogFile
+from prefixcached.daemon.logs import LINES_A_WINDOW, MAX_EVENTS, WINDOW_SECONDS, Limiter
 from tests.support.daemon_process import DaemonProcess
 
 LOGGING = """
@@ -73,7 +68,8 @@ def test_on_a_terminal_it_is_for_people() -> None:
 def test_a_log_file_is_rotated_by_size(tmp_path: Path) -> None:
     """It and the one before it are kept, neither beyond the bound, private, and no line is torn."""
     script = (
-        "import sys; from pathlib import Path; from prefixcached.daemon.logs import LogFile\n"
+        "import sys; from pathlib import Path\n"
+        "from prefixcached.daemon.log_streams import LogFile\n"
         "log = LogFile(Path(sys.argv[1]), max_bytes=1000)\n"
         "for number in range(100): log.write(f'{number:03} ' + 'x' * 46 + '\\n')\n"
         "raise SystemExit('the last words')"
@@ -95,7 +91,8 @@ def test_a_log_file_is_rotated_by_size(tmp_path: Path) -> None:
 def test_a_log_file_stays_bounded_whatever_stands_in_its_way(tmp_path: Path, trouble: str) -> None:
     """With a directory where the old file goes, or the file removed under it, it goes on."""
     script = (
-        "import os, sys; from pathlib import Path; from prefixcached.daemon.logs import LogFile\n"
+        "import os, sys; from pathlib import Path\n"
+        "from prefixcached.daemon.log_streams import LogFile\n"
         "log = LogFile(Path(sys.argv[1]), max_bytes=1000)\n"
         "log.write('first\\n'); sys.argv[2] == 'removed' and os.unlink(sys.argv[1])\n"
         "for number in range(100): log.write(f'{number:03} ' + 'x' * 46 + '\\n')\n"
@@ -107,6 +104,78 @@ def test_a_log_file_stays_bounded_whatever_stands_in_its_way(tmp_path: Path, tro
     assert done.returncode == 0
     assert "099 x" in file.read_text()
     assert file.stat().st_size <= 1000
+
+
+SHORT_OF_DISK = """
+import os, sys
+from pathlib import Path
+from prefixcached.daemon.log_streams import LogFile
+log = LogFile(Path(sys.argv[1]))
+write, room = os.write, [4]
+def write_some(where, data):
+    if not room:
+        raise OSError(28, "no space")
+    return write(where, data[: room.pop()])
+os.write = write_some
+log.write('"the first"\\n')
+log.write('"the second"\\n')
+os.write = write
+log.write('"the third"\\n')
+assert log.lost == 2, log.lost
+"""
+
+
+def test_a_line_that_was_cut_short_does_not_spoil_the_next(tmp_path: Path) -> None:
+    """What a full disk took in part, this daemon's or an earlier one's, ends where it was cut."""
+    file = tmp_path / "log"
+    file.write_text('"cut by an ear')
+    subprocess.run([sys.executable, "-c", SHORT_OF_DISK, str(file)], check=True)
+    assert file.read_text().splitlines() == ['"cut by an ear', '"th', '"the third"']
+
+
+UNREAD = """
+import time
+from prefixcached.daemon import logs
+import structlog
+limiter = logs.configure()
+log = structlog.get_logger()
+started = time.monotonic()
+for number in range(1000):
+    log.info(f"event {number}", text="x" * 200)
+print(time.monotonic() - started, limiter.statistics()["lost"])
+"""
+
+
+def test_a_log_that_nobody_reads_holds_nobody() -> None:
+    """A full pipe: the program goes on and ends, and counts the lines that it lost."""
+    with subprocess.Popen(
+        [sys.executable, "-c", UNREAD], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.wait(30) == 0
+        assert process.stdout is not None
+        seconds, lost = process.stdout.read().split()
+    assert float(seconds) < 1
+    assert int(lost) > 0
+
+
+def test_a_slow_reader_hears_how_many_lines_it_missed() -> None:
+    """The first line that is written again says so."""
+    lost = 0
+    limiter = Limiter(lost=lambda: lost)
+    assert "lost" not in limiter(None, "info", {"event": "ready"})
+    lost = 3
+    assert limiter(None, "info", {"event": "ready"})["lost"] == 3
+    assert "lost" not in limiter(None, "info", {"event": "ready"})
+
+
+def test_a_line_is_out_before_the_program_goes_on() -> None:
+    """What was logged is there however the process ends after that."""
+    script = (
+        "import os; from prefixcached.daemon.log_streams import StandardError\n"
+        "StandardError().write('the last word\\n'); os._exit(1)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
+    assert done.stderr == b"the last word\n"
 
 
 def test_a_log_that_is_no_file_is_refused(tmp_path: Path) -> None:
@@ -165,7 +234,7 @@ def test_an_event_that_floods_is_counted_instead() -> None:
         "event": "ended a session", "suppressed": 500 - LINES_A_WINDOW,
     }  # fmt: skip
     assert limiter.statistics() == {
-        "lines": LINES_A_WINDOW + 2, "suppressed": 500 - LINES_A_WINDOW, "file": None,
+        "lines": LINES_A_WINDOW + 2, "suppressed": 500 - LINES_A_WINDOW, "lost": 0, "file": None,
     }  # fmt: skip
     for number in range(2 * MAX_EVENTS):
         passes(f"event {number}")

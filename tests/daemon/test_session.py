@@ -12,6 +12,7 @@ import trio
 import trio.testing
 
 from prefixcached.daemon import session
+from prefixcached.daemon.restores import RestoreStatistics
 from prefixcached.protocol import limits
 from prefixcached.protocol import messages as m
 from prefixcached.protocol.actor_messages import Call
@@ -348,7 +349,7 @@ async def test_a_client_that_stops_reading_is_closed(
 
 
 async def test_a_bug_ends_the_session_and_is_logged_with_its_stack(make_front: FrontMaker) -> None:
-    """A reply that the table forbids costs one session, not the daemon."""
+    """A reply that the table forbids costs one session, not the daemon; its client is told."""
     wrong = m.Length(length=1)
     fake = FakeRamTier(
         lambda request: (wrong, ()) if isinstance(request, (m.Take, m.Peek)) else None
@@ -360,7 +361,7 @@ async def test_a_bug_ends_the_session_and_is_logged_with_its_stack(make_front: F
     ):
         with structlog.testing.capture_logs() as logs:
             await victim.say(TAKE)
-            await victim.ended()
+            assert (await victim.failed()).reason == "internal"
         [error] = [entry for entry in logs if entry["log_level"] == "error"]
         assert error["exc_info"]
         assert error["session"] == 1
@@ -368,6 +369,34 @@ async def test_a_bug_ends_the_session_and_is_logged_with_its_stack(make_front: F
         assert front.endings() == {"internal": 1}
         assert fake.gone == [1]
         assert isinstance(await other.ask(m.Peek(namespace="n", tokens=b"")), m.Length)
+
+
+async def test_a_reply_that_cannot_be_encoded_ends_the_session_with_failed(
+    make_front: FrontMaker,
+) -> None:
+    """C3: the client hears that the daemon failed, not that the connection closed."""
+    huge = m.Miss(reason="x" * limits.MAX_FRAME_BYTES, matched=0)
+    async with (
+        make_front(FakeRamTier(lambda _: (huge, ()))) as front,
+        connected(front.path) as client,
+    ):
+        with structlog.testing.capture_logs():
+            await client.say(TAKE)
+            assert (await client.failed()).reason == "internal"
+
+
+async def test_status_answers_whatever_its_sources_say(front: Front) -> None:
+    """C5: a path that is no UTF-8, or a count beyond 64 bits, hides no other counter."""
+    front.ram_tier.statistics_sources.update(
+        daemon=lambda: {"socket": os.fsdecode(b"/tmp/\xff/s"), "pid": 7},
+        restores=lambda: RestoreStatistics(1, 0, 1 << 70, 0.5, 0.5),
+    )
+    async with connected(front.path) as client:
+        reply = await client.ask(m.Status())
+    assert isinstance(reply, m.StatusReport)
+    assert reply.report["daemon"] == {"socket": "/tmp/\ufffd/s", "pid": 7}
+    assert reply.report["restores"]["bytes"] == (1 << 63) - 1
+    assert reply.boot == FakeRamTier.boot
 
 
 async def test_a_failed_from_ram_tier_reaches_the_client_and_ends_the_session(

@@ -1,5 +1,6 @@
 """The socket's place in the file system: private, single, and cleared of what a crash left."""
 
+import errno
 import os
 import resource
 import signal
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import structlog.testing
 
 from prefixcached.daemon.errors import StartError
 from prefixcached.daemon.socket_file import (
@@ -138,6 +140,45 @@ def test_closing_twice_is_closing_once(directory: Path) -> None:
     assert path.exists()
 
 
+def test_a_file_that_cannot_be_removed_ends_nothing(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D5: a file system that became read-only keeps no daemon from writing what is queued."""
+
+    def refused(_path: Path, *, missing_ok: bool) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with structlog.testing.capture_logs() as logged, monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refused)
+        with SocketFile(directory / "s") as socket_file:
+            socket_file.close()
+    assert socket_file.socket.fileno() == -1
+    assert [line["error"] for line in logged] == ["Read-only file system"]
+
+
+def test_a_socket_is_in_place_until_its_file_is_removed(directory: Path) -> None:
+    """C4: the daemon learns when clients cannot find it any more."""
+    with SocketFile(directory / "s") as socket_file:
+        assert socket_file.is_in_place
+        (directory / "s").unlink()
+        assert not socket_file.is_in_place
+        socket_file.socket.close()
+        socket_file.bind()
+        assert socket_file.is_in_place
+        assert stat.S_IMODE((directory / "s").stat().st_mode) == 0o600
+    assert not (directory / "s").exists()
+
+
+def test_what_took_the_sockets_place_is_left_alone(directory: Path) -> None:
+    """Only a path that is free is bound again."""
+    with SocketFile(directory / "s") as socket_file:
+        (directory / "s").unlink()
+        (directory / "s").write_text("somebody else's")
+        with pytest.raises(StartError, match="Address already in use"):
+            socket_file.bind()
+    assert (directory / "s").read_text() == "somebody else's"
+
+
 HOLD = """
 import sys
 from pathlib import Path
@@ -163,6 +204,27 @@ def test_a_second_daemon_is_refused_and_told_who_the_first_is(directory: Path) -
         with InstanceLock(lock):
             assert lock.read_text() == f"{os.getpid()}\n"
             assert stat.S_IMODE(lock.stat().st_mode) == 0o600
+
+
+def test_a_lock_file_that_was_removed_is_taken_again(directory: Path) -> None:
+    """D9: whoever holds the file at the path is the one daemon."""
+    path = directory / "lock"
+    with InstanceLock(path) as lock:
+        path.unlink()
+        lock.hold()
+        with pytest.raises(StartError, match=f"process {os.getpid()}"), InstanceLock(path):
+            pass
+
+
+def test_a_lock_that_another_daemon_took_is_not_taken_again(directory: Path) -> None:
+    """D9: the first one learns that the path is not its any more."""
+    path = directory / "lock"
+    with InstanceLock(path) as first:
+        path.unlink()
+        with InstanceLock(path) as second:
+            with pytest.raises(StartError, match="another prefixcached"):
+                first.hold()
+            second.hold()
 
 
 def test_a_lock_file_that_is_a_link_is_refused(directory: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+import msgspec
 import pytest
 
 from prefixcached.daemon.commands.trace import line_of
@@ -44,6 +45,13 @@ def read(path: Path) -> tuple[Header, list[Record]]:
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     """Header and records come back as they were."""
     assert read(written(tmp_path / "t")) == (HEADER, RECORDS)
+
+
+def test_a_header_with_a_path_that_is_not_utf8_is_written(tmp_path: Path) -> None:
+    """A trace starts whatever the configuration's paths are."""
+    header = msgspec.structs.replace(HEADER, config={"state_dir": "/n\udcff"})
+    TraceWriter(tmp_path / "t", header).close()
+    assert read(tmp_path / "t")[0].config == {"state_dir": "/n\ufffd"}
 
 
 def test_a_call_is_known_by_its_request(tmp_path: Path) -> None:

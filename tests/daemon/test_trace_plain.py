@@ -12,7 +12,9 @@ from prefixcached.protocol.tokens import pack_tokens, token_array
 
 TOKENS = pack_tokens([5, 6, 7, 8])
 SPEC = ImageSpec(ImageKind.OBJECT, metadata=b"SECRET-metadata")
-HEADER = inner.FileHeader(1, "0" * 32, ImageKind.OBJECT, "n", SPEC, key="SECRET-key")
+HEADER = inner.FileHeader(
+    1, "0" * 32, ImageKind.OBJECT, "n", SPEC, key="SECRET-key", tokens_checksum="SECRET-checksum"
+)
 ENTRY = inner.FileEntry(HEADER, "n/x", TOKENS, 0, 1, 1)
 
 TELLING: list[Any] = [

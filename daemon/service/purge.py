@@ -1,0 +1,79 @@
+"""Removing what a daemon left: by the names of what it makes, never a directory with all in it.
+
+``--socket``, ``--config`` and ``state_dir`` may lie in any directory, and one that is called
+prefixcached may be a checkout of this project.
+"""
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from prefixcached.actors import store_directory
+from prefixcached.daemon.service import running
+from prefixcached.daemon.service.plan import ServicePlan
+from prefixcached.protocol.paths import start_lock
+
+OURS: Final = "prefixcached"
+"""Name of every directory that the product makes for itself alone."""
+
+_STATE_FILES: Final = (
+    store_directory.LOCK_NAME,
+    store_directory.METER_NAME,
+    f"{store_directory.TEMPORARY_PREFIX}*",
+)
+_STATE_TREES: Final = (
+    store_directory.QUARANTINE,
+    store_directory.TRASH,
+    store_directory.SEGMENTS,  # last: without it the others are taken for somebody else's
+)
+
+
+def purge(plan: ServicePlan) -> Iterator[str]:
+    """Remove all that the daemon of ``plan`` may have left; yield a line for people on each.
+
+    Directories go where that leaves them empty.
+
+    Raises:
+        ServiceError: Something of it stays.
+    """
+    for path in _files(plan):
+        if running.remove(path):
+            yield f"removed {path}"
+    if _is_state_dir(plan.state_dir):
+        for name in _STATE_TREES:
+            if running.remove_tree(plan.state_dir / name):
+                yield f"removed {plan.state_dir / name}"
+    for directory in _directories(plan):
+        if running.remove_empty(directory):
+            yield f"removed {directory}"
+
+
+def _files(plan: ServicePlan) -> Iterator[Path]:
+    if _is_state_dir(plan.state_dir):
+        for pattern in _STATE_FILES:
+            yield from sorted(plan.state_dir.glob(pattern))
+    if _is_socket(plan.socket):  # a wrong --socket must not cost anybody a file
+        yield plan.socket
+    yield from (plan.lock_file, start_lock(plan.socket), plan.config_file)
+    yield from (plan.log_file, plan.log_file.with_name(f"{plan.log_file.name}.1"))
+
+
+def _directories(plan: ServicePlan) -> Iterator[Path]:
+    """Those that may go if nothing is in them; the user keeps one that they named."""
+    yield plan.log_dir
+    parents = (plan.log_dir.parent, plan.state_dir, plan.socket.parent, plan.config_file.parent)
+    yield from (path for path in parents if path.name == OURS)
+
+
+def _is_state_dir(directory: Path) -> bool:
+    """Whether a daemon worked there: names like `trash` and `lock` are not its alone."""
+    return os.path.isdir(directory / store_directory.SEGMENTS)
+
+
+def _is_socket(path: Path) -> bool:
+    try:
+        return stat.S_ISSOCK(path.lstat().st_mode)
+    except OSError:
+        return False
