@@ -1,6 +1,7 @@
 """E11: which snapshots are stored, and which leave first."""
 
 from prefixcached.actors.checkpoint_policy import KEPT_PER_CHAIN
+from prefixcached.actors.entries import Checkpoint
 from tests.support.core import PAGE, Core, small_config
 from tests.support.core_checks import check_core
 from tests.support.core_client import Client, sequence
@@ -38,6 +39,14 @@ def test_snapshots_that_their_conversation_has_passed_leave_before_any_segment()
     assert client.peek((*TALK, 1), "hybrid/a") == len(TALK)
     assert all(client.contains(tokens) for tokens in others)
     check_core(core)
+
+
+def test_the_newest_four_of_a_chain_are_kept() -> None:
+    """E11: two turns, with one at the end of the prompt and one at the end of the answer."""
+    core, _ = conversation(4 * TURNS)
+    assert snapshots(core) == [turn * TURN for turn in range(1, TURNS + 1)]
+    kept = [one for one in core.index.entries.values() if isinstance(one, Checkpoint)]
+    assert sum(not one.is_surplus for one in kept) == 4
 
 
 def test_a_segment_outlives_the_old_snapshots_of_a_conversation_that_came_after_it() -> None:

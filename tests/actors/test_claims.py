@@ -142,6 +142,29 @@ def test_a_connection_has_so_many_claims_and_the_oldest_ends() -> None:
     assert first not in core.claims.claims
 
 
+def test_a_connection_has_sixteen_claims() -> None:
+    """Q1: each keeps its prompt's tokens, so their number is bounded."""
+    core = make_core()
+    (one,) = clients(core, 1)
+    for salt in range(1, 18):
+        claimed(one, sequence(30, salt))
+    assert core.statistics().claims == 16
+
+
+def test_who_waits_goes_on_waiting_when_others_leave() -> None:
+    """Q2: the end of a connection ends what that one waits for, and nobody else's."""
+    core = make_core()
+    before, claimant, leaving, after = clients(core, 4)
+    claimed(claimant)
+    slots = [waiting(before), waiting(leaving), waiting(after)]
+    core.gone(leaving.session)
+    assert core.statistics().takes_waiting == 2
+    claimant.store(PROMPT)
+    assert isinstance(slots[0].reply, wire.Hit)
+    assert isinstance(slots[2].reply, wire.Hit)
+    assert slots[1].reply is None
+
+
 def test_an_answer_that_costs_an_older_claim_wakes_its_waiters_in_the_same_step() -> None:
     """Q2: a waiter that becomes a claimant may lose its oldest claim; nobody waits for that."""
     core = make_core()

@@ -2,9 +2,11 @@
 
 from itertools import count
 
+import pytest
+
 from prefixcached.actors.claims import Claim
 from prefixcached.actors.desk import RamConfig
-from prefixcached.actors.holdings import Held, collect_holdings
+from prefixcached.actors.holdings import NO_HOLDINGS, Held, collect_holdings
 from prefixcached.actors.labels import Label
 from prefixcached.actors.ram_tier import RamTier
 from prefixcached.protocol import limits
@@ -18,6 +20,7 @@ async def test_nothing_held_is_an_empty_report() -> None:
     """A daemon that has just started."""
     found = RamTier(RamConfig(ram_bytes=1 << 20, ssd_bytes=0)).holdings()
     assert (found.by_session, found.claims, found.labels, found.complete) == ({}, (), (), True)
+    assert found == NO_HOLDINGS
 
 
 def test_claims_belong_to_their_session() -> None:
@@ -85,3 +88,14 @@ def test_the_newest_labels_are_shown_and_the_rest_is_said() -> None:
     assert not found.complete
     assert found.labels[0].label == f"{limits.MAX_WATCHED + 4}"
     assert found.labels[0].idle_seconds == 1000.0 - (limits.MAX_WATCHED + 4)
+
+
+def test_what_was_given_out_is_no_way_into_the_owner() -> None:
+    """Who watches gets a copy that nobody can change, for all that look at it share it."""
+    core = Core(small_config())
+    put(core, 1)
+    take(core, 1, session=3)
+    found = collect_holdings(core, core.clock)
+    for part, field in ((found, "complete"), (found.by_session[3], "leases")):
+        with pytest.raises(AttributeError):
+            setattr(part, field, 0)

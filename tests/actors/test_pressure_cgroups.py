@@ -111,3 +111,35 @@ def test_events_that_could_not_be_read_once_are_not_new_later(machine: Machine) 
     sensor.read(1.0)
     machine.group_two("app", 10, "100", events="oom 3\n")
     assert sensor.read(2.0).level is Level.NORMAL
+
+
+def test_a_group_whose_events_cannot_be_read_hides_no_others(machine: Machine) -> None:
+    """M1: the kernel's complaint about a group above counts all the same."""
+    machine.own_groups("0::/pod/app")
+    machine.group_two("pod/app", 10, "100", events="")
+    machine.group_two("pod", 10, "100", events="oom 3\n")
+    sensor = CgroupTwo(machine.root)
+    sensor.read(0.0)
+    machine.group_two("pod", 10, "100", events="oom 4\n")
+    assert sensor.read(1.0).level is Level.CRITICAL
+
+
+def test_counts_that_begin_again_are_no_events(machine: Machine) -> None:
+    """M1: a group that was made anew under its old name has had nothing yet."""
+    machine.own_groups("0::/app")
+    machine.group_two("app", 10, "100", events="oom 3\n")
+    sensor = CgroupTwo(machine.root)
+    sensor.read(0.0)
+    machine.group_two("app", 10, "100", events="oom 0\n")
+    reading = sensor.read(1.0)
+    assert reading.level is Level.NORMAL
+    assert "events" not in reading.reason
+
+
+def test_a_limit_of_nothing_is_no_limit(machine: Machine) -> None:
+    """M1, M5: it is no share of anything, and the other limit of the group counts."""
+    machine.own_groups("0::/app")
+    machine.group_two("app", 95, "100", high="0")
+    sensor = CgroupTwo(machine.root)
+    assert sensor.limits() == [100]
+    assert sensor.read(0.0).level is Level.WARN

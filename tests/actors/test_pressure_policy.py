@@ -32,6 +32,15 @@ def test_falls_one_step_after_calm() -> None:
     assert ladder.observe(Level.NORMAL, 1.0 + 2 * CALM) is Level.NORMAL
 
 
+def test_ten_seconds_are_calm() -> None:
+    """M1: so long a signal must stay below, where nobody says otherwise."""
+    ladder = Ladder()
+    ladder.observe(Level.WARN, 0.0)
+    assert ladder.observe(Level.NORMAL, 1.0) is Level.WARN
+    assert ladder.observe(Level.NORMAL, 10.9) is Level.WARN
+    assert ladder.observe(Level.NORMAL, 11.0) is Level.NORMAL
+
+
 def test_a_relapse_starts_the_calm_time_again() -> None:
     """M1: one reading at the level in force, and the calm time begins anew."""
     ladder = Ladder(CALM)

@@ -262,6 +262,50 @@ def test_critical_drops_what_the_policy_never_writes() -> None:
     assert pressure(core)["failed_attempts"] == 0
 
 
+def written_by_its_hits() -> tuple[Core, FakeDisk]:
+    """A core that has written name 1, which was hit twice."""
+    core, disk = with_disk(write_policy="second-hit", retention="lru")
+    put(core, 1)
+    for _ in range(2):
+        read(core, 1)
+    core.advance(core.config.write_delay_seconds)
+    disk.settle()
+    assert len(disk.files) == 1
+    return core, disk
+
+
+def test_critical_drops_what_was_used_after_a_durable_image() -> None:
+    """M3, D6: what is on SSD is passed over, and saves nothing that never will be."""
+    core, _ = written_by_its_hits()
+    for name in (2, 3):
+        put(core, name)
+    press(core, "critical")
+    assert core.index.ram.bytes == 0
+    assert pressure(core)["dropped_images"] == 2
+
+
+def test_critical_drops_nothing_durable() -> None:
+    """M3, M4: what leaves RAM and stays on SSD is released, however little it was used since."""
+    core, _ = written_by_its_hits()
+    (entry,) = core.index.entries.values()
+    entry.uses = 0  # as after a restart
+    press(core, "critical")
+    assert core.index.ram.bytes == 0
+    assert (pressure(core)["released_images"], pressure(core)["dropped_images"]) == (1, 0)
+
+
+def test_critical_drops_nothing_that_an_unhealthy_disk_will_take_later() -> None:
+    """M3, D6: what was hit often enough stays, though nothing can be written now."""
+    core, disk = with_disk(write_policy="second-hit")
+    disk.set_healthy(False)
+    put(core, 1)
+    for _ in range(2):
+        read(core, 1)
+    press(core, "critical")
+    assert in_ram(core) == {1}
+    assert pressure(core)["dropped_images"] == 0
+
+
 def test_critical_drops_an_unwritten_end_and_then_what_is_durable() -> None:
     """M3: a durable beginning leaves with the end that is never written, and stays on SSD."""
     core, disk = with_disk(write_policy="second-hit", write_delay_seconds=0.0)
@@ -330,6 +374,15 @@ def test_a_persisting_level_tries_again() -> None:
     disk.settle()
     assert core.index.ram.bytes == 0
     assert len(disk.files) == 1
+
+
+def test_after_thirty_seconds_it_is_tried_again() -> None:
+    """M3: a failing disk is not asked in a loop, and one that was full gets its chance."""
+    core, disk = with_disk()
+    put(core, 1)
+    press(core, "critical")
+    disk.step(fails=True)
+    assert core.pressure.next_deadline == core.clock + 30.0
 
 
 def test_failures_before_the_pressure_do_not_count() -> None:
@@ -485,6 +538,24 @@ def test_the_target_returns_step_by_step() -> None:
         core.advance(RETURN_SECONDS)
         seen.append(pressure(core)["target_bytes"])
     assert seen == [CAP // 4, CAP // 2, 3 * CAP // 4, CAP, CAP]
+
+
+def test_ten_seconds_lie_between_two_steps() -> None:
+    """M4: long enough for the sensors to see what the last one did."""
+    core, _ = with_disk()
+    press(core, "critical")
+    press(core, "normal")
+    assert core.pressure.next_deadline == core.clock + 10.0
+
+
+def test_a_cap_of_a_few_bytes_is_reached_again() -> None:
+    """M4: however small its quarter is, a step is one, and the steps come to an end."""
+    core = ram_only(ram_bytes=3)
+    press(core, "critical")
+    press(core, "normal")
+    core.advance(4 * RETURN_SECONDS)
+    assert pressure(core)["target_bytes"] == 3
+    assert core.pressure.next_deadline is None
 
 
 def test_from_critical_to_warn_it_returns_to_the_reduced_target() -> None:

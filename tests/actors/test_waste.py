@@ -2,10 +2,12 @@
 
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 
 from prefixcached.actors.filesystem import allocated_bytes
 from prefixcached.actors.store import Store
@@ -17,7 +19,7 @@ from tests.support.store_samples import path_of, segment, write
 
 
 class GhostFs(QuickFs):
-    """Lists names that are gone when they are asked about; deletes only so many images."""
+    """Lists names in order and some that are gone already; deletes only so many images."""
 
     ghosts: tuple[str, ...] = ()
     images_left = 1 << 30
@@ -26,7 +28,7 @@ class GhostFs(QuickFs):
     refused = 0
 
     def names(self, descriptor: int) -> list[str]:
-        return [*self.ghosts, *super().names(descriptor)]
+        return [*self.ghosts, *sorted(super().names(descriptor))]
 
     def unlink(self, name: str, within: int) -> None:
         if any(part in name for part in self.stuck):
@@ -87,6 +89,20 @@ def test_the_quarantine_keeps_as_much_as_fits(tmp_path: Path) -> None:
     assert store.waste.quarantine_bytes == 2 * size
     assert store.waste.dropped_files == 1
     store.close()
+
+
+def test_the_quarantine_keeps_64_files_and_a_gibibyte(store: Store) -> None:
+    """D3: the bounds of docs/storage-format.md, also after a run that had others."""
+    folder = Path(store.directory.path, QUARANTINE)
+    for number in range(67):
+        (folder / f"{number:02}").touch()
+    list(store.scan())
+    kept = sorted(path.name for path in folder.iterdir() if path.name[0] != ".")
+    assert kept == [f"{number:02}" for number in range(3, 67)]
+    bounds = QuarantineLimits()
+    assert bounds.bytes == 1 << 30
+    with pytest.raises(AttributeError):
+        setattr(bounds, "bytes", 0)  # noqa: B010
 
 
 def test_room_is_made_with_no_more_of_the_quarantine_than_is_wanted(store: Store) -> None:
@@ -167,6 +183,47 @@ def test_a_foreign_folder_goes_as_far_as_it_can(store: Store, system: GhostFs) -
     assert (store.waste.foreign_files, store.waste.foreign_bytes) == (0, 0)
 
 
+def test_a_foreign_file_that_went_with_its_folder_no_longer_counts(store: Store) -> None:
+    """D1, D5: whoever deletes a namespace's folder deletes what lay beside its entries."""
+    folder = path_of(store, write(store, segment())).parent
+    (folder / "somebodys").write_bytes(bytes(5000))
+    list(store.scan())
+    assert store.waste.foreign_files == 1
+    shutil.rmtree(folder)
+    store.waste.drop_foreign(1 << 40)
+    assert (store.waste.foreign_files, store.waste.foreign_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_folder_that_cannot_be_opened_keeps_no_foreign_file_of_another(
+    store: Store, broken: int
+) -> None:
+    """D10: what is out of reach is passed over, still counts, and made no room."""
+    folders = [path_of(store, write(store, segment(namespace=n))).parent for n in ("a", "b")]
+    for folder in folders:
+        (folder / "somebodys").write_bytes(bytes(5000))
+    list(store.scan())
+    size = allocated_bytes((folders[0] / "somebodys").stat())
+    shutil.rmtree(folders[broken])
+    folders[broken].touch()  # a file of that name
+    assert store.waste.drop_foreign(1 << 40) == size
+    assert (store.waste.foreign_files, store.waste.foreign_bytes) == (1, size)
+    assert store.waste.dropped_files == 1
+
+
+def test_what_stays_is_logged_with_its_error(store: Store, system: GhostFs) -> None:
+    """C5: whoever wonders why there is no room finds the file and what the system said."""
+    folder = path_of(store, write(store, segment())).parent
+    (folder / "kept").write_bytes(bytes(5000))
+    list(store.scan())
+    system.stuck = frozenset({"kept"})
+    with structlog.testing.capture_logs() as logs:
+        store.waste.drop_foreign(1)
+    assert [(one["event"], one["error"]) for one in logs] == [
+        ("foreign-file-stays", "[Errno 1] injected")
+    ]
+
+
 # -- trash -----------------------------------------------------------------------------------------
 
 
@@ -224,6 +281,30 @@ def test_bytes_that_became_free_are_told_before_the_error(store: Store, system: 
     assert store.empty_trash(100) == (size, True)
 
 
+def test_a_file_that_stays_at_the_top_of_the_trash_is_not_taken_for_deleted(
+    store: Store, system: GhostFs
+) -> None:
+    """D5: passed over by a later step, it is what that one ends with."""
+    trash = Path(store.directory.path, TRASH)
+    for name in ("a-kept", "b"):
+        (trash / name).touch()
+    system.stuck = frozenset({"kept"})
+    assert store.empty_trash(1) == (0, False)
+    with pytest.raises(OSError, match="injected"):
+        store.empty_trash(1)
+    assert [path.name for path in trash.iterdir() if path.name[0] != "."] == ["a-kept"]
+
+
+def test_the_trash_says_that_a_folder_of_too_many_folders_stays(store: Store) -> None:
+    """C3, D5: nobody descends for ever, and nobody takes it for an empty trash."""
+    bottom = Path(store.directory.path, TRASH).joinpath(*("inner" for _ in range(20)))
+    bottom.mkdir(parents=True)
+    (bottom / "file").touch()
+    with pytest.raises(OSError, match=os.strerror(errno.ENOTEMPTY)):
+        store.empty_trash(100)
+    assert (bottom / "file").exists()
+
+
 def test_whatever_an_earlier_run_left_in_the_trash_is_counted(store: Store) -> None:
     """D5: of the names that begin with a dot, only our own mark is passed over."""
     litter = Path(store.directory.path, TRASH, ".DS_Store")
@@ -254,6 +335,19 @@ def test_a_foreign_folder_costs_no_descriptors(store: Store) -> None:
     before = len(os.listdir("/dev/fd"))
     list(store.scan())
     assert len(os.listdir("/dev/fd")) == before
+
+
+def test_a_folder_of_ten_folders_counts_and_goes_as_a_whole(store: Store) -> None:
+    """D5, D10: somebody's project within our directory is charged and makes room."""
+    top = path_of(store, write(store, segment())).parent / "project"
+    bottom = top.joinpath(*("inner" for _ in range(10)))
+    bottom.mkdir(parents=True)
+    (bottom / "file").write_bytes(bytes(5000))
+    size = allocated_bytes((bottom / "file").stat())
+    list(store.scan())
+    assert store.waste.foreign_bytes == size
+    assert store.waste.drop_foreign(1) == size
+    assert not top.exists()
 
 
 def test_a_folder_of_too_many_folders_is_left_alone(store: Store) -> None:

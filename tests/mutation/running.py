@@ -47,14 +47,19 @@ class Result(NamedTuple):
     """Which text of the module it was, as `mutants.digest_of`: of another one it says nothing."""
 
 
+LIMITS: Final = "tests/protocol/test_limits.py::"
+"""Tests of what every message may carry, wherever its fields are declared."""
+
+
 def tests_for(mutant: Mutant, reach: Reach, seconds: float) -> list[str]:
     """The tests that reach a mutant, those first that are quick or of the module's own file.
 
     As many as take ``seconds`` together, by their time in `reach`.
 
-    What runs at import is reached by every test of the module's functions; where it has none, by
-    every test of its part.
+    What runs at import is reached by every test of the module's functions and of its own file, and
+    by those of limits; where it has none of the first, by every test of its part.
     """
+    own = f"/test_{mutant.module.split('/')[-1]}::"
     lines = reach.tests.get(mutant.module, {})
     if not needs_import(mutant, reach):
         wanted = range(mutant.lines[0], mutant.lines[1] + 1)
@@ -63,7 +68,7 @@ def tests_for(mutant: Mutant, reach: Reach, seconds: float) -> list[str]:
         found = {test for tests in lines.values() for test in tests}
         folder = TESTED_IN.get(mutant.module, f"tests/{mutant.module.split('/')[0]}/")
         found = found or {test for test in reach.seconds if test.startswith(folder)}
-    own = f"/test_{mutant.module.split('/')[-1]}::"
+        found |= {test for test in reach.seconds if own in test or LIMITS in test}
     ordered = sorted(
         found, key=lambda test: (reach.seconds[test] * (OWN_FILE if own in test else 1), test)
     )

@@ -32,6 +32,7 @@ def test_rows_of_a_window_say_how_many_they_are() -> None:
     """T13: sinks and newest rows are counted together."""
     assert ROWS[0].count == 7
     assert WindowRows().count == 0
+    assert WindowRows().phase == -1, "in temporal order"
 
 
 def test_a_segment_has_its_slices_and_then_its_rows() -> None:
@@ -177,3 +178,41 @@ def test_a_snapshot_takes_the_bytes_of_its_items() -> None:
     """A tensor without dimensions is one item, one with a 0 among them none."""
     assert StateTensor("x", "F64", ()).nbytes == ITEM_BYTES["F64"]
     assert StateTensor("x", "F64", (4, 0)).nbytes == 0
+
+
+@pytest.mark.parametrize(
+    ("within", "beyond"),
+    [
+        ({"start": 0}, {"start": -1}),
+        ({"start": 1 << 40, "end": 1 << 40}, {"start": 1 << 40, "end": (1 << 40) + 1}),
+        ({"windows": [{"phase": -1}]}, {"windows": [{"phase": -2}]}),
+        ({"windows": [{"phase": 1 << 40}]}, {"windows": [{"phase": (1 << 40) + 1}]}),
+        (
+            {"end": 17, "windows": [{"ranges": [[at, at + 1] for at in range(16)]}]},
+            {"end": 17, "windows": [{"ranges": [[at, at + 1] for at in range(17)]}]},
+        ),
+    ],
+    ids=["start", "end", "first phase", "last phase", "ranges"],
+)
+def test_a_description_is_held_to_exactly_its_limits(
+    within: dict[str, object], beyond: dict[str, object]
+) -> None:
+    """C3: what docs/protocol.md allows has a layout, and the next value is no description."""
+    kind = {"kind": "segment"}
+    spec = msgspec.convert(kind | within, ImageSpec)
+    assert layout(SCHEMA, spec).nbytes >= 0
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(kind | beyond, ImageSpec)
+
+
+def test_a_description_and_its_layout_cannot_be_changed() -> None:
+    """L2: whoever was told where the bytes of an image lie may keep that."""
+    spec = ImageSpec(ImageKind.CHECKPOINT, 100, 100, ROWS, (STATE,))
+    found = layout(SCHEMA, spec)
+    parts: tuple[tuple[msgspec.Struct, str], ...] = (
+        (spec, "end"), (ROWS[0], "phase"), (STATE, "dtype"), (found, "nbytes"),
+        (found.extents[0], "offset"),
+    )  # fmt: skip
+    for part, field in parts:
+        with pytest.raises(AttributeError):
+            setattr(part, field, 1)

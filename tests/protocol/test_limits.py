@@ -121,6 +121,13 @@ def test_what_an_older_daemon_leaves_out_means_nothing_unusual(
     assert type(found) is type(default)
 
 
+def test_a_client_that_did_nothing_is_shown_as_nothing() -> None:
+    """C2: whatever a report leaves out of a connection is zero or empty."""
+    shown = msgspec.structs.asdict(messages.ClientActivity(session=3))
+    assert shown.pop("session") == 3
+    assert not any(shown.values())
+
+
 def structs_of(module: Any) -> list[type[Any]]:
     """The message types that a module defines."""
     found = (each for each in vars(module).values() if isinstance(each, type))
@@ -180,6 +187,21 @@ def checkpoint(**changes: Any) -> dict[str, Any]:
     return OFFER | {"checkpoint": OFFER["checkpoint"] | changes}
 
 
+def explanation(continuation: bytes) -> dict[str, Any]:
+    held = messages.Explanation(length=0, ram_length=0, matched=0, continuations=(continuation,))
+    return plain(held)
+
+
+def latency(counts: list[int]) -> dict[str, Any]:
+    request = messages.RequestLatency("take", 0.0, tuple(counts))
+    return plain(messages.LatencyReport(bounds_seconds=(), requests=(request,)))
+
+
+def history(times: bytes = b"", values: bytes = b"") -> dict[str, Any]:
+    series = (messages.Series("takes", "counter", values),)
+    return plain(messages.HistoryReport(first=1, times=times, series=series))
+
+
 def rows(**changes: Any) -> dict[str, Any]:
     return OFFER | {"windows": [{"ranges": [[0, 1]], **changes}]}
 
@@ -233,6 +255,10 @@ def rows(**changes: Any) -> dict[str, Any]:
         ("reply", WELCOME | {"boot": "b" * 64}, WELCOME | {"boot": "b" * 65}),
         ("reply", WELCOME | {"capabilities": ["x"] * 64}, WELCOME | {"capabilities": ["x"] * 65}),
         ("reply", HIT | {"tier": "ssd"}, HIT | {"tier": "tape"}),
+        ("reply", explanation(bytes(4 * 32)), explanation(bytes(4 * 32 + 1))),
+        ("reply", latency([0] * 129), latency([0] * 130)),
+        ("reply", history(values=bytes(8 * 3600)), history(values=bytes(8 * 3600 + 1))),
+        ("reply", history(times=bytes(8 * 3600)), history(times=bytes(8 * 3600 + 1))),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

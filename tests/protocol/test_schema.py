@@ -42,6 +42,7 @@ def test_an_item_has_the_bits_of_its_name(dtype: str) -> None:
     """The sizes are those of safetensors' dtypes: U8 has 8 bits, BOOL a whole byte."""
     bits = int(dtype.strip("BFIUOCL") or 8)
     assert ITEM_BYTES[dtype] * 8 == bits
+    assert TensorSpec("x", Kind.APPEND, dtype, (5,), axis=0).token_bytes * 8 == 5 * bits
 
 
 def test_only_slices_grow_with_the_prompt() -> None:
@@ -175,3 +176,39 @@ def test_a_tensor_without_tokens_has_no_bytes() -> None:
     empty = msgspec.structs.replace(KEYS, shape=(1, 0, 64))
     assert empty.token_bytes == 0
     assert math.prod(empty.full_shape(7)) == 0
+
+
+def encoded(**changes: object) -> bytes:
+    """A schema of one tensor, with whatever values."""
+    tensor = {"name": "x", "kind": "append", "dtype": "F32", "shape": [1], "axis": 0}
+    return bytes(msgpack.packb({"tensors": [tensor | changes]}))
+
+
+@pytest.mark.parametrize(
+    ("within", "beyond"),
+    [
+        ({"name": "x"}, {"name": ""}),
+        ({"name": "x" * 256}, {"name": "x" * 257}),
+        ({"shape": [0]}, {"shape": [-1]}),
+        ({"shape": [1 << 40]}, {"shape": [(1 << 40) + 1]}),
+        ({"shape": [1] * 8, "axis": 8}, {"shape": [1] * 9, "axis": 8}),
+        ({"axis": 0}, {"axis": -1}),
+        ({"window": -1}, {"window": -2}),
+    ],
+    ids=lambda value: f"{value!r:.30}",
+)
+def test_a_tensor_is_held_to_exactly_its_limits(
+    within: dict[str, object], beyond: dict[str, object]
+) -> None:
+    """C3: the first value that docs/protocol.md does not allow makes it no schema."""
+    assert len(decode_schema(encoded(**within)).tensors) == 1
+    with pytest.raises(SchemaError, match="not an encoded schema"):
+        decode_schema(encoded(**beyond))
+
+
+def test_a_schema_that_is_shared_cannot_be_changed() -> None:
+    """N4: all caches of a namespace have one schema, which threads that read share as well."""
+    schema = decode_schema(encode_schema(Schema((KEYS, RING), (Window(8),))))
+    for part, field in ((schema, "has_state"), (KEYS, "axis"), (schema.windows[0], "size")):
+        with pytest.raises(AttributeError):
+            setattr(part, field, 1)
