@@ -2,6 +2,8 @@
 
 import random
 
+import pytest
+
 from prefixcached.actors.entries import WriteState
 from prefixcached.protocol.actor_messages import DropOthers, FilesLost
 from prefixcached.protocol.messages import Flushed, Hit
@@ -133,9 +135,10 @@ def test_what_is_lent_at_a_clear_is_discharged_once() -> None:
     assert isinstance(slot.reply, Hit)
     client.clear()
     disk.step()
+    assert core.index.ssd.bytes == disk.bytes
     while disk.trash_is_due:
-        assert core.index.ssd.bytes >= disk.bytes
-        disk.empty_trash()
+        disk.empty_trash()  # the lent file first, whose blocks stay with its reader
+        assert core.index.ssd.bytes >= disk.bytes + PAGE
     assert core.index.ssd.bytes == PAGE
     client.release(slot.reply)
     assert core.index.ssd.bytes == 0
@@ -241,7 +244,8 @@ def test_a_file_whose_childs_file_was_lost_may_go() -> None:
     assert core.index.counters["ssd_evictions"] == 1
 
 
-def test_a_file_whose_child_will_not_be_written_may_go() -> None:
+@pytest.mark.parametrize("cap", [0, PAGE - 1])
+def test_a_file_whose_child_will_not_be_written_may_go(cap: int) -> None:
     """E4, D7: a queued write binds its parent's file only until the disk fails."""
     core, disk, client = two_tiers(write_delay_seconds=1.0)
     client.store(sequence(10))
@@ -249,7 +253,7 @@ def test_a_file_whose_child_will_not_be_written_may_go() -> None:
     disk.settle()
     client.store(sequence(20))
     client.reuse((*sequence(10), 7))
-    core.index.ssd.bytes_cap = 0
+    core.index.ssd.bytes_cap = cap
     assert not core.eviction.make_room_on_disk(0)
     disk.set_healthy(False)
     assert core.eviction.make_room_on_disk(0)
@@ -408,3 +412,67 @@ def test_what_is_in_the_trash_is_room_to_come() -> None:
     core.index.ssd.bytes_cap = core.index.ssd.bytes
     assert core.eviction.make_room_on_disk(PAGE)
     assert core.index.counters["ssd_evictions"] == 0
+
+
+def test_one_byte_over_the_cap_is_had_from_files_without_a_place() -> None:
+    """D10: however little is missing, no entry goes for it."""
+    core, _, _ = with_orphans(2)
+    core.index.ssd.bytes_cap = core.index.ssd.bytes
+    assert core.eviction.make_room_on_disk(1)
+    assert len(core.index.unattached) == 1
+
+
+def with_one_undeletable(core: Core, disk: FakeDisk, nbytes: int) -> None:
+    """Order a deletion for so much room; it fails."""
+    disk.refuses_deletions = True
+    assert core.eviction.make_room_on_disk(nbytes)
+    disk.step()
+    assert len(disk.undeletable) == 1
+
+
+def test_after_a_deletion_that_failed_files_without_a_place_go_one_at_a_time() -> None:
+    """D5, D10: what cannot be deleted shall not be lost from the index file by file."""
+    core, disk, _ = with_orphans(3)
+    core.index.ssd.bytes_cap = core.index.ssd.bytes
+    with_one_undeletable(core, disk, PAGE)
+    assert core.eviction.make_room_on_disk(2 * PAGE)
+    assert len(core.index.unattached) == 1
+
+
+def test_after_a_deletion_that_failed_entries_go_one_at_a_time() -> None:
+    """D5: the next one goes once it is known what became of the last one."""
+    core, disk, _ = at_the_cap(10)
+    with_one_undeletable(core, disk, (SPARE_PAGES + 1) * PAGE)
+    for evicted in (2, 2, 2):
+        assert core.eviction.make_room_on_disk((SPARE_PAGES + 3) * PAGE)
+        assert core.index.counters["ssd_evictions"] == evicted
+    disk.step()
+    assert core.eviction.make_room_on_disk((SPARE_PAGES + 3) * PAGE)
+    assert core.index.counters["ssd_evictions"] == 3
+
+
+def test_a_write_waits_for_the_outcome_of_a_deletion() -> None:
+    """D5, E4: while it is not known whether files can be deleted, none is refused its write."""
+    core, disk, client = at_the_cap(10)
+    with_one_undeletable(core, disk, (SPARE_PAGES + 1) * PAGE)
+    client.store(sequence(10, 100))
+    core.index.ssd.bytes_cap -= PAGE
+    client.store(sequence(10, 101))
+    assert core.index.counters["ssd_evictions"] == 2
+    disk.refuses_deletions = False
+    disk.settle()
+    stored = list(core.index.entries.values())[-2:]
+    assert all(entry.file is not None for entry in stored)
+
+
+def test_a_disk_that_deletes_nothing_is_filled_to_its_cap() -> None:
+    """D5: what fits without a deletion is written."""
+    core, disk, client = at_the_cap(20)
+    disk.refuses_deletions = True
+    client.store(sequence(10, 100))
+    disk.settle()
+    assert core.index.departures.most_deletions == 0
+    core.index.ssd.bytes_cap += 3 * PAGE
+    client.store(sequence(10, 101))
+    disk.settle()
+    assert findable(core) == 18

@@ -374,3 +374,17 @@ def test_images_of_no_bytes_come_and_go() -> None:
     check_core(core)
     client.clear()
     assert (core.index.ram.bytes, core.index.ram.images) == (0, 0)
+
+
+def test_a_snapshot_that_is_among_the_newest_of_a_branch_is_surplus_no_more() -> None:
+    """E11: it was passed by one conversation, and another one goes on from it."""
+    turns = KEPT_PER_CHAIN + 1
+    core = Core(small_config(ram_bytes=(2 * turns + 3) * PAGE))
+    client = Client(core)
+    client.store(sequence(10, 1))
+    for turn in range(1, turns + 1):
+        client.store(sequence(10 * turn), "hybrid/a", state=True)
+    client.store((*sequence(10), *sequence(10, 1)), "hybrid/a", state=True)
+    client.store(sequence(10, 2))
+    assert not client.contains(sequence(10, 1))
+    assert client.contains(sequence(10), "hybrid/a")

@@ -1,6 +1,7 @@
 """The index from files at start-up (rules D1, D5, D8, D10, D11)."""
 
 import random
+import time
 from typing import Any
 
 import msgspec
@@ -414,3 +415,22 @@ def test_a_namespace_of_objects_takes_on_the_schema_of_its_first_segment() -> No
     assert core.reply(1, offer) == wire.Declined(reason="schema-mismatch")
     assert core.loads.loaded == 2
     check_core(core)
+
+
+def test_what_was_used_just_before_the_stop_is_older_than_what_is_used_since() -> None:
+    """D5: a restart within a second keeps the order, whatever the clock has counted before."""
+    core = Core(small_config(ssd_bytes=1 << 30))
+    disk, client = FakeDisk(core), Client(core)
+    disk.wall_clock = time.time() - 100.0
+    for salt in range(2):
+        client.store(sequence(10, salt))
+        client.flush()
+        disk.settle()
+    core, client = restarted(disk, 0, retention="lru")
+    slot = client.ask(sequence(11, 0))
+    disk.settle()
+    client.release(client.verify(slot, sequence(11, 0)))
+    core.index.ssd.bytes_cap = disk.bytes - 1
+    core.eviction.make_room_on_disk(0)
+    assert client.contains(sequence(10, 0))
+    assert not client.contains(sequence(10, 1))

@@ -304,3 +304,37 @@ def test_what_lost_its_parent_does_not_bring_a_schema_back(seed: int) -> None:
     disk.restart(core, random.Random(seed), 1)
     assert Client(core).peek((*sequence(10, 1), 1), "hybrid/a") == 10
     check_core(core)
+
+
+def test_of_two_files_from_the_future_the_newer_is_kept() -> None:
+    """D5: the clock was ahead and was set back; none was used since the start for that."""
+    core, file = one_file()
+    old = msgspec.structs.replace(file.entry, used_seconds=1e12)
+    new = msgspec.structs.replace(
+        replaced(file.entry, id="a" * 32), path="0" * 32 + "/a",
+        tokens=pack_tokens((*sequence(5), *sequence(5, 2))), used_seconds=1e12 + 5,
+    )  # fmt: skip
+    core.send(Loaded((old, new), {file.entry.header.schema_digest: file.schema}, done=True))
+    assert set(core.index.entries) == {new.header.id}
+
+
+@pytest.mark.parametrize("digest", ["0" * 32, "f" * 32])
+def test_files_of_another_schema_are_not_taken_into_a_namespace(digest: str) -> None:
+    """D1, N4: neither as a prompt of their own nor as the continuation of one."""
+    core, file = one_file()
+    top = file.entry
+    own = replaced(top, id="1" * 32, schema_digest=digest)
+    own = msgspec.structs.replace(own, tokens=pack_tokens(sequence(10, 1)))
+    below = replaced(top, id="2" * 32, schema_digest=digest, parent=top.header.id, position=10)
+    core.send(Loaded((top, own, below), {top.header.schema_digest: file.schema}, done=True))
+    assert set(core.index.entries) == {top.header.id}
+    assert core.loads.unattached == 2
+
+
+def test_a_namespace_whose_only_file_could_not_be_placed_holds_nothing() -> None:
+    """N4: somebody copied a file for another namespace, which is free for any schema."""
+    core, file = one_file()
+    copied = replaced(file.entry, namespace="plain/b")
+    schemas = {file.entry.header.schema_digest: file.schema}
+    core.send(Loaded((file.entry, copied), schemas, done=True))
+    assert set(core.index.namespaces) == {"plain/a"}

@@ -264,3 +264,93 @@ def test_a_promotion_counts_on_nothing_above_that_stays(which: str) -> None:
         parent.write = WriteState.QUEUED
     assert not core.promotions.promote(large)
     assert core.index.ram.bytes == 2 * PAGE
+
+
+def test_a_promotion_needs_the_place_of_one_image() -> None:
+    """E2, T7: the last place among the images that RAM may hold is enough."""
+    core, disk, _, entry = one_on_disk()
+    core.index.ram.images_cap, core.auto_free = 1, False
+    Client(core).store(sequence(10, 1))
+    disk.settle()
+    entry.priority = 1e9
+    assert core.promotions.promote(entry)
+    assert core.promotions.in_flight == 0
+    core.finish_free()
+    assert core.promotions.in_flight == 1
+
+
+def test_a_promotion_whose_bytes_a_put_took_is_not_made() -> None:
+    """T7, E2: what fitted at once had the room first, and what is left is too little."""
+    core, _, client, large = with_full_ram(auto_free=False, in_ram=((10, 1),))
+    told: list[float] = []
+    assert core.promotions.promote(large, told.append)
+    client.grant(sequence(10, 3))
+    core.finish_free()
+    assert (len(told), core.promotions.in_flight, core.promotions.declined) == (1, 0, 1)
+    assert core.index.ram.bytes == PAGE
+    check_core(core)
+
+
+def test_a_promotion_whose_place_an_offer_took_that_waited_for_a_put_is_not_made() -> None:
+    """T7, E2: nothing that leaves makes up for it, so nobody is left to wait for nothing."""
+    core, disk, client, entry = one_on_disk()
+    core.index.ram.images_cap, core.auto_free = 2, False
+    client.store(sequence(10, 1))
+    disk.settle()
+    client.grant(sequence(30, 2))
+    slot = Client(core, 2, fills=False).offer(sequence(30, 2))
+    assert slot.reply is None
+    entry.priority = 1e9
+    told: list[float] = []
+    assert core.promotions.promote(entry, told.append)
+    core.clock += 3.0  # the patience of the offer ends with the same turn in which memory is freed
+    core.finish_free()
+    assert isinstance(slot.reply, Grant)
+    assert (len(told), core.promotions.in_flight, core.promotions.declined) == (1, 0, 1)
+    assert core.index.ram.images == 2
+
+
+def test_a_small_promotion_does_not_wait_for_a_large_one() -> None:
+    """T7: each begins as soon as there is room for it, and in the end both are made."""
+    core = Core(
+        small_config(ram_bytes=3 * PAGE, ssd_bytes=1 << 30, write_delay_seconds=0.0),
+        auto_free=False,
+    )
+    disk, client = FakeDisk(core), Client(core)
+    for length, salt in ((30, 0), (10, 1)):
+        client.store(sequence(length, salt))
+        disk.settle()
+    large, small = list(core.index.entries.values())
+    for entry in (large, small):
+        core.index.drop_memory(entry)
+        core.finish_free()
+    for salt in (2, 3, 4):
+        client.store(sequence(10, salt))
+        disk.settle()
+    large.priority = small.priority = 1e9
+    assert core.promotions.promote(large)
+    assert core.promotions.promote(small)
+    core.finish_free()
+    assert core.index.ram.bytes_by_state["promoting"] == PAGE
+    while core.freeing:
+        core.finish_free()
+    disk.settle()
+    assert None not in (large.memory, small.memory)
+    check_core(core)
+
+
+def test_a_promotion_counts_on_nothing_above_that_a_branch_keeps() -> None:
+    """E7, E2: of two continuations one is used more, so what they share stays with it."""
+    core = Core(small_config(ram_bytes=3 * PAGE, ssd_bytes=1 << 30, write_delay_seconds=0.0))
+    disk, client = FakeDisk(core), Client(core)
+    client.store(sequence(30))
+    disk.settle()
+    (large,) = core.index.entries.values()
+    core.index.drop_memory(large)
+    for end in ((), sequence(5, 2), sequence(5, 3)):
+        client.store((*sequence(5, 1), *end))
+        disk.settle()
+    large.priority = 1e9
+    list(core.index.entries.values())[-1].priority = large.priority
+    assert not core.promotions.promote(large)
+    assert core.index.ram.bytes == 3 * PAGE

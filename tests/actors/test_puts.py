@@ -75,15 +75,16 @@ def test_what_was_committed_is_published_though_its_client_died() -> None:
     check_idle(core)
 
 
-def test_a_put_belongs_to_its_session() -> None:
+@pytest.mark.parametrize(("owner", "other"), [(1, 2), (2, 1)])
+def test_a_put_belongs_to_its_session(owner: int, other: int) -> None:
     """L1: another connection can neither commit, abandon nor fetch it."""
     core = Core()
-    grant = Client(core, 1).grant(sequence(30))
-    assert core.reply(2, wire.Commit(grant.put)) == wire.Declined(reason="invalid")
-    core.send_one_way(2, wire.Abandon(grant.put))
-    assert isinstance(core.reply(2, wire.Fetch(of=grant.put, first=0)), wire.Failed)
-    assert core.reply(1, wire.Commit(grant.put, boot="earlier")).reason == "invalid"
-    assert isinstance(core.reply(1, wire.Commit(grant.put)), wire.Stored)
+    grant = Client(core, owner).grant(sequence(30))
+    assert core.reply(other, wire.Commit(grant.put)) == wire.Declined(reason="invalid")
+    core.send_one_way(other, wire.Abandon(grant.put))
+    assert isinstance(core.reply(other, wire.Fetch(of=grant.put, first=0)), wire.Failed)
+    assert core.reply(owner, wire.Commit(grant.put, boot="earlier")).reason == "invalid"
+    assert isinstance(core.reply(owner, wire.Commit(grant.put)), wire.Stored)
 
 
 @pytest.mark.parametrize("sessions", [(1, 2), (2, 1)])

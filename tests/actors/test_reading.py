@@ -324,3 +324,24 @@ def test_descriptor_0_is_closed_once_like_any_other(monkeypatch: pytest.MonkeyPa
         file.close()
         file.close()
     assert closed == [0]
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_file_that_changes_while_it_is_touched_is_verified_again(
+    tmp_path: Path, change: int
+) -> None:
+    """D3: our own new time hides no other's change, whether the file grew or shrank."""
+
+    class Touching(QuickFs):
+        def touch(self, descriptor: int, nanoseconds: int) -> None:
+            os.truncate(path, path.stat().st_size + change)
+            super().touch(descriptor, nanoseconds)
+
+    store = Store(tmp_path / "state", Touching(), min_free_bytes=0)
+    store.prepare()
+    entry = write(store, segment())
+    path = path_of(store, entry)
+    file = store.reader.verify(entry)
+    file.close()
+    assert store.reader.touch(entry, 10**18, file.identity) is None
+    store.close()

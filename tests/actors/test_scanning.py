@@ -1,9 +1,12 @@
 """What the scan makes of odd directories: nothing hides what comes after it (rules D1, D4, D10)."""
 
 import errno
+import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from prefixcached.actors import scanning
@@ -12,8 +15,10 @@ from prefixcached.actors.storage_format import schema_name
 from prefixcached.actors.store import Store
 from prefixcached.actors.store_directory import SEGMENTS
 from prefixcached.protocol.actor_messages import FileEntry
+from prefixcached.protocol.schema import Schema
+from tests.actors.test_hostile_files import forged
 from tests.support.filesystems import QuickFs
-from tests.support.store_samples import WINDOWED, path_of, segment, write
+from tests.support.store_samples import PLAIN, WINDOWED, path_of, segment, write
 
 
 class OrderedFs(QuickFs):
@@ -136,3 +141,42 @@ def test_batches_are_bounded_by_their_tokens_too(
     for seed in range(5):
         write(store, segment(0, 7, seed=seed))
     assert [len(batch.entries) for batch in store.scan()] == [2, 2, 1]
+
+
+@pytest.mark.parametrize("difference", [-1, 1])
+def test_a_file_of_another_user_is_no_image(tmp_path: Path, difference: int) -> None:
+    """D9: what somebody else may still change is counted, and neither believed nor lent."""
+
+    class Theirs(QuickFs):
+        is_theirs = False
+
+        def status(self, descriptor: int) -> os.stat_result:
+            status = super().status(descriptor)
+            if not self.is_theirs or not stat.S_ISREG(status.st_mode):
+                return status
+            fields = list(status)
+            fields[stat.ST_UID] += difference
+            return os.stat_result(fields)
+
+    system = Theirs()
+    store = Store(tmp_path / "state", system, min_free_bytes=0)
+    store.prepare()
+    entry = write(store, segment())
+    system.is_theirs = True
+    assert found(store) == []
+    assert store.waste.foreign_bytes == entry.allocated_bytes
+    store.close()
+
+
+def test_a_file_of_another_size_than_its_schema_says_is_damage(store: Store) -> None:
+    """D3: somebody made it name a schema of larger rows; its bytes are no image of that."""
+    wide = Schema(
+        (msgspec.structs.replace(PLAIN.tensors[0], shape=(1, 2, 8)), *PLAIN.tensors[1:]),
+        description=PLAIN.description,
+    )
+    forgery, other = write(store, segment(seed=1)), write(store, segment(seed=2, schema=wide))
+    path = path_of(store, forgery)
+    header = msgspec.structs.replace(forgery.header, schema_digest=other.header.schema_digest)
+    path.write_bytes(forged(path.read_bytes(), msgspec.json.encode(header).decode()))
+    assert found(store) == [other]
+    assert not path.exists()
