@@ -5,9 +5,13 @@ trash. Rules D5, D11: no write may wait for the bytes of what stays for now.
 """
 
 import math
+from typing import Final
 
 from prefixcached.actors.ledger import Ledger
 from prefixcached.actors.write_policy import CLEARED, MOST_FAILED_DELETIONS
+
+OTHERS_RETRY_SECONDS: Final = 300.0
+"""Between attempts to drop what could not be dropped: a volume that was read-only for a moment."""
 
 
 class Departures:
@@ -25,8 +29,9 @@ class Departures:
         self.is_drop_awaited = False
         """Whether the disk has yet to say what became of a `DropOthers`."""
         self._other_bytes = 0
-        self._other_goal_bytes = 0
+        self._other_wanted_bytes = 0
         self._other_kept_bytes = 0
+        self._other_retry_at = -math.inf
 
     @property
     def leaving_bytes(self) -> int:
@@ -89,17 +94,23 @@ class Departures:
         if self.is_drop_awaited or wanted <= 0:
             return 0
         self.is_drop_awaited = True
-        self._other_goal_bytes = self._other_bytes - wanted
+        self._other_wanted_bytes = wanted
         return wanted
 
-    def set_other_bytes(self, nbytes: int, *, is_after_drop: bool) -> None:
+    def set_other_bytes(self, nbytes: int, dropped_bytes: int | None = None) -> None:
         """The disk says what it holds beside entries; what it could not drop stays for now."""
         self._other_bytes = nbytes
         self._other_kept_bytes = min(self._other_kept_bytes, nbytes)
-        if is_after_drop:
+        if dropped_bytes is not None:
             self.is_drop_awaited = False
-            if nbytes > self._other_goal_bytes:
+            if dropped_bytes < self._other_wanted_bytes:
                 self._other_kept_bytes = nbytes
+
+    def forget_kept(self, now: float) -> None:
+        """Once in a while what could not be dropped may be tried again (rule D4)."""
+        if now >= self._other_retry_at:
+            self._other_retry_at = now + OTHERS_RETRY_SECONDS
+            self._other_kept_bytes = 0
 
     # -- clears ---------------------------------------------------------------------------------
 

@@ -415,12 +415,12 @@ class Index:
         """What the files occupy that somebody holds."""
         return sum(e.file.allocated_bytes for e in self._held.values() if e.attached and e.file)
 
-    def set_other_bytes(self, nbytes: int, *, is_after_drop: bool = False) -> None:
+    def set_other_bytes(self, nbytes: int, dropped_bytes: int | None = None) -> None:
         """What the directory holds beside entries (foreign files, quarantine) has changed.
 
-        ``is_after_drop`` where this answers an order to drop some of it.
+        ``dropped_bytes`` where this answers an order to drop some of it.
         """
-        self.departures.set_other_bytes(nbytes, is_after_drop=is_after_drop)
+        self.departures.set_other_bytes(nbytes, dropped_bytes)
         known = sum(file.allocated_bytes for file in self.unattached.values())
         self.ssd.add("other", known + nbytes - self.ssd.bytes_by_state["other"], 0)
 

@@ -182,7 +182,9 @@ class RamTier:
                 if message.done:
                     self._set_loading(False)
             case inner.DiskChanged(healthy=healthy, reason=reason, other_bytes=other):
-                self.index.set_other_bytes(other, is_after_drop=message.is_after_drop)
+                self.index.set_other_bytes(other, message.dropped_bytes)
+                if message.dropped_bytes is not None:  # what is still over the cap entries give
+                    self.eviction.make_room_on_disk(0)
                 self.writes.disk_changed(healthy=healthy, reason=reason, now=now)
             case inner.Synced(sync=sync, error=error):
                 self.writes.synced(sync, error, now)
@@ -267,6 +269,7 @@ class RamTier:
             self.takes.retry(now)
         if now >= self._next_sweep:
             self._next_sweep = now + SWEEP_SECONDS
+            self.index.departures.forget_kept(now)
             self.eviction.demote_idle(now - self.config.idle_seconds)
             self.labels.expire(now)
         if self._drained is not None and self.writes.is_idle and not self.puts.puts:

@@ -224,8 +224,8 @@ class SsdTier:
                     await self._delete(message, is_retry=True)
             elif self._others_wanted_bytes:
                 wanted, self._others_wanted_bytes = self._others_wanted_bytes, 0
-                await self._in_thread(self._store.drop_others, wanted)
-                await self._report_disk(is_after_drop=True)
+                dropped = await self._in_thread(self._store.drop_others, wanted)
+                await self._report_disk(dropped_bytes=dropped)
             elif (envelope := self._queue.next(now)) is not None:
                 await self._carry_out(envelope)
                 if self._trash_is_due(trio.current_time()):
@@ -504,10 +504,10 @@ class SsdTier:
     def _others_differ(self) -> bool:
         return not self._is_loading and self._store.other_bytes != self._reported_other_bytes
 
-    async def _report_disk(self, *, is_after_drop: bool = False) -> None:
+    async def _report_disk(self, *, dropped_bytes: int | None = None) -> None:
         other_bytes = self._reported_other_bytes = self._store.other_bytes
         await self._report(
-            DiskChanged(not self._failure, self._failure, other_bytes, is_after_drop)
+            DiskChanged(not self._failure, self._failure, other_bytes, dropped_bytes)
         )
 
     async def _report(self, message: ActorMessage) -> None:

@@ -25,6 +25,7 @@ class Loan:
 
     # Until it has a wire: Ctrl-C may end `__init__` anywhere, and `__del__` comes nevertheless.
     _is_back = True
+    _ticket: object = None
 
     def __init__(self, pool: BasePool[Any], wire: BaseWire) -> None:
         self.wire = wire
@@ -34,7 +35,8 @@ class Loan:
         self._in_use.acquire()
         self._holds: set[OneWay] = set()
         self._unsent: deque[OneWay] = deque()
-        pool.lend(wire)
+        self._ticket = object()
+        pool.lend(wire, self._ticket)
 
     def begin(self) -> bool:
         """Use the wire for another call; False where it cannot serve one."""
@@ -87,7 +89,7 @@ class Loan:
                     self._pool.give_back(self.wire, may_block=may_block)
             except BaseException:
                 # Ctrl-C: it may have gone back, and cannot go back twice.
-                self._pool.abandon(self.wire)
+                self._pool.abandon(self.wire, self._ticket)
                 raise
             finally:
                 self._in_use.release()
@@ -98,7 +100,7 @@ class Loan:
 
     def __del__(self) -> None:
         if not self._is_back:
-            self._pool.abandon(self.wire)
+            self._pool.abandon(self.wire, self._ticket)
 
 
 class Hold:

@@ -129,7 +129,7 @@ class BasePool(Generic[W]):
                 if wire.is_quiet():
                     self._counts["reused"] += 1
                     return wire, False
-                self.abandon(wire)
+                wire.close()
             return self._new_wire(), True
 
     def count_opened(self) -> None:
@@ -137,12 +137,16 @@ class BasePool(Generic[W]):
         with self._lock:
             self._counts["opened"] += 1
 
-    def lend(self, wire: W) -> None:
+    def lend(self, wire: W, ticket: object) -> None:
         """Keep ``wire`` alive until it comes back or is abandoned: its loan is complete.
 
         Until then whoever is interrupted on the way loses it, and that closes it.
+
+        Args:
+            wire: From `reserve`.
+            ticket: Of this loan alone.
         """
-        self._lent.add(wire)
+        self._lent[wire] = ticket
 
     def give_back(self, wire: W, *, may_block: bool = True) -> None:
         """Take ``wire`` back after a call, whatever became of it.
@@ -154,7 +158,7 @@ class BasePool(Generic[W]):
         self._returned.append(wire)
         if not may_block:
             if self._closed:
-                self.abandon(wire)
+                wire.close()
             return
         # Never `acquire`: Ctrl-C between that and a `try` would leave it locked.
         with self._lock:
@@ -165,10 +169,14 @@ class BasePool(Generic[W]):
             level = logging.WARNING if isinstance(error, ProtocolFailure) else logging.INFO
             _logger.log(level, "%s; next attempt in %.1f s", error, pause_seconds)
 
-    def abandon(self, wire: W) -> None:
-        """Close a wire that nobody will give back. Takes no lock: for garbage collections."""
-        wire.close()
-        self._lent.discard(wire)
+    def abandon(self, wire: W, ticket: object) -> None:
+        """Close a wire that nobody will give back; one that has come back may be another's by now.
+
+        Takes no lock: for garbage collections.
+        """
+        if self._lent.get(wire) is ticket:
+            wire.close()
+            self._lent.pop(wire, None)
 
     def close(self) -> None:
         """Close all idle wires; those in use are closed as they come back. Idempotent."""
@@ -176,7 +184,7 @@ class BasePool(Generic[W]):
             self._closed = True
             self._sort_returned()
             while (wire := _pop(self._idle)) is not None:
-                self.abandon(wire)
+                wire.close()
 
     def forget(self) -> None:
         """Close this process's copies of all sockets and begin anew: for a forked child only."""
@@ -192,7 +200,7 @@ class BasePool(Generic[W]):
         self._returned: list[W] = []
         """Came back, and nobody looked at them yet."""
         # Not weak: a socket in a collected cycle might be finalised before whoever closes it.
-        self._lent: set[W] = set()
+        self._lent: dict[W, object] = {}
         # All that exist: a fork may come while another thread has one that is in no other place.
         self._wires: weakref.WeakSet[W] = weakref.WeakSet()
         self._consecutive_failures = 0
@@ -213,7 +221,7 @@ class BasePool(Generic[W]):
         """Keep or close what came back; return the seconds of the pause that begins now, or 0."""
         pause_seconds = 0.0
         while (wire := _pop(self._returned)) is not None:
-            self._lent.discard(wire)
+            self._lent.pop(wire, None)
             if wire.error is not None:
                 pause_seconds += self._note_failure(wire.error)
             elif wire.answered_at > self._failed_at:

@@ -26,7 +26,7 @@ from prefixcached.daemon.errors import StartError
 from prefixcached.daemon.exporter import Exporter
 from prefixcached.daemon.historian import Historian
 from prefixcached.daemon.latency import Latencies
-from prefixcached.daemon.listener import Listener
+from prefixcached.daemon.listener import EXHAUSTED, Listener
 from prefixcached.daemon.session import SessionSettings
 from prefixcached.daemon.socket_file import (
     InstanceLock,
@@ -259,6 +259,8 @@ async def _stay_reachable(
             lock.hold()
             socket_file.bind()
         except StartError as error:
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno in EXHAUSTED:
+                continue  # until a client goes: to stop would cost all of them their cache
             log.error("clients cannot reach this daemon any more; stopping", reason=str(error))
             stop.set()
             return

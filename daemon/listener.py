@@ -28,7 +28,8 @@ ACCEPT_PAUSE_SECONDS: Final = 0.25
 """Pause after accept found no descriptor or memory: short for a client that waits, long for the
 processor (the socket stays readable, so the loop would spin)."""
 
-_EXHAUSTED: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+EXHAUSTED: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+"""What passes once a client goes."""
 _CLIENT_LEFT: Final = frozenset({errno.ECONNABORTED, errno.EPROTO, errno.EPERM, errno.ECONNRESET})
 
 log = structlog.get_logger()
@@ -141,7 +142,7 @@ class Listener:
             except OSError as error:
                 if error.errno in _CLIENT_LEFT:
                     continue
-                if error.errno not in _EXHAUSTED:
+                if error.errno not in EXHAUSTED:
                     raise
                 self._accept_pauses += 1
                 log.warning(

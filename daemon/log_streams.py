@@ -136,6 +136,7 @@ class LogFile:
         self._path = path
         self._max_bytes = max_bytes
         self._lines = _Lines()
+        self._in_use = threading.Lock()  # the watch of stalls logs from a thread of its own
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._open()
@@ -149,7 +150,10 @@ class LogFile:
 
     def write(self, text: str, /) -> None:
         """Write a line, into a new file where the old one is full."""
-        data = text.encode(errors="replace")
+        with self._in_use:
+            self._write(text.encode(errors="replace"))
+
+    def _write(self, data: bytes) -> None:
         if self._lines.bytes and self._is_too_much(data):
             # The disk's trouble is not worth the daemon: the next line tries again.
             with suppress(OSError):  # gone already, or a directory in the way

@@ -142,7 +142,10 @@ class SocketFile:
         Raises:
             StartError: It cannot be bound.
         """
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as error:
+            raise self._refused(error) from error
         try:
             sock.bind(os.fspath(self.path))
             self.path.chmod(_PRIVATE_FILE)

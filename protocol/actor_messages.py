@@ -183,13 +183,13 @@ class FilesLost(ActorMessage, frozen=True, tag="files-lost"):
 class DiskChanged(ActorMessage, frozen=True, tag="disk-changed"):
     """The disk began or ceased to fail, or its other bytes changed (rule D7).
 
-    ``is_after_drop`` where it answers a `DropOthers`, whether or not anything could be dropped.
+    ``dropped_bytes`` where it answers a `DropOthers`: what that made free.
     """
 
     healthy: bool
     reason: str = ""
     other_bytes: int = 0
-    is_after_drop: bool = False
+    dropped_bytes: int | None = None
 
 
 class PressureChanged(ActorMessage, frozen=True, tag="pressure-changed"):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from prefixcached.actors.departures import Departures
+from prefixcached.actors.departures import OTHERS_RETRY_SECONDS, Departures
 from prefixcached.actors.index import SSD_STATES
 from prefixcached.actors.ledger import Ledger
 from prefixcached.actors.write_policy import CLEARED, MOST_FAILED_DELETIONS
@@ -92,12 +92,35 @@ def test_a_failed_deletion_that_works_later_tells_of_others_too(is_anew: bool, m
 def test_what_could_not_be_dropped_stays_no_longer_than_it_is_there() -> None:
     """D10: somebody else deletes it, and its bytes are in nobody's way any more."""
     _, departures = with_charged()
-    departures.set_other_bytes(10, is_after_drop=False)
+    departures.set_other_bytes(10)
     assert departures.others_to_drop(4) == 4
-    departures.set_other_bytes(10, is_after_drop=True)
+    departures.set_other_bytes(10, 0)
     assert departures.staying_bytes == 10
-    departures.set_other_bytes(3, is_after_drop=False)
+    departures.set_other_bytes(3)
     assert departures.staying_bytes == 3
+
+
+def test_what_could_not_be_dropped_is_tried_again_after_a_while() -> None:
+    """D10, D4: a volume that was read-only for a moment keeps nothing out for good."""
+    _, departures = with_charged()
+    departures.forget_kept(0.0)
+    departures.set_other_bytes(10)
+    assert departures.others_to_drop(4) == 4
+    departures.set_other_bytes(10, 0)
+    departures.forget_kept(OTHERS_RETRY_SECONDS - 1.0)
+    assert departures.others_to_drop(4) == 0
+    departures.forget_kept(OTHERS_RETRY_SECONDS)
+    assert departures.others_to_drop(4) == 4
+
+
+def test_what_came_while_others_were_dropped_can_be_dropped_too() -> None:
+    """D10: a file went into the quarantine meanwhile; all that was wanted is free."""
+    _, departures = with_charged()
+    departures.set_other_bytes(10)
+    assert departures.others_to_drop(4) == 4
+    departures.set_other_bytes(9, 4)
+    assert departures.staying_bytes == 0
+    assert departures.others_to_drop(9) == 9
 
 
 def test_what_goes_before_a_clear_needs_no_trash() -> None:

@@ -467,7 +467,7 @@ def test_foreign_bytes_that_fill_the_cap_evict_nothing_in_vain() -> None:
     client.store(sequence(10, 0))
     client.flush()
     disk.settle()
-    disk.other_bytes = disk.kept_other_bytes = 20 * PAGE
+    disk.other_bytes = disk.kept_other_bytes = 21 * PAGE
     disk.set_healthy(True)
     client.store(sequence(10, 1))
     flush = client.flush()

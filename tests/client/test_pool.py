@@ -316,6 +316,20 @@ def test_a_forgotten_pin_waits_for_nobody_in_the_pool(
     assert (pool.statistics().lent, pool.statistics().idle) == (0, 0 if close else 1)
 
 
+def test_a_loan_that_is_over_leaves_its_connection_alone(pool: Pool, daemon: SmallDaemon) -> None:
+    """Q3: Ctrl-C in the moment of giving it back does not close what another thread uses by now."""
+    wire = pool.take_out(time.monotonic() + SOON)
+    first, second = object(), object()
+    pool.lend(wire, first)
+    pool.give_back(wire)
+    assert pool.take_out(time.monotonic() + SOON) is wire
+    pool.lend(wire, second)
+    pool.abandon(wire, first)
+    assert wire.is_open
+    pool.abandon(wire, second)
+    assert not wire.is_open
+
+
 def test_the_end_of_a_pin_ends_no_pause(pool: Pool, daemon: SmallDaemon) -> None:
     """C4: what has no reply says nothing about a daemon that answers nobody."""
     pin, _ = pinned(pool)

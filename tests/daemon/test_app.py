@@ -4,8 +4,10 @@ import errno
 import os
 import shutil
 import signal
+import socket
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog.testing
@@ -184,6 +186,33 @@ async def test_a_socket_whose_file_is_removed_is_made_again(
             assert isinstance(await client.ask(TAKE), m.Miss)
         signal.raise_signal(signal.SIGTERM)
     assert not settings.socket.exists()
+
+
+async def test_a_socket_that_cannot_be_made_for_want_of_descriptors_is_made_later(
+    autojump_clock: trio.testing.MockClock,
+    settings: Config,
+    ready: trio.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """C3: to stop would cost all who are connected their cache."""
+    refusals: list[int] = []
+
+    def refusing(*_: Any) -> socket.socket:
+        refusals.append(1)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(app.serve, settings, FakeRamTier(), ready.set)
+        await ready.wait()
+        settings.socket.unlink()
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "socket", refusing)
+            await trio.sleep(app.LOOK_SECONDS + 1)
+        assert refusals
+        await trio.sleep(app.LOOK_SECONDS)
+        async with connected(settings.socket) as client:
+            assert isinstance(await client.ask(TAKE), m.Miss)
+        signal.raise_signal(signal.SIGTERM)
 
 
 async def test_a_daemon_whose_directory_is_removed_stops(

@@ -131,9 +131,9 @@ class FakeDisk:
             case DeleteFile():
                 self._delete(envelope.message)
             case DropOthers(wanted_bytes=wanted):
-                left = self.other_bytes - wanted
+                before, left = self.other_bytes, self.other_bytes - wanted
                 self.other_bytes = max(left, min(self.other_bytes, self.kept_other_bytes))
-                self.core.send(DiskChanged(True, "", self.other_bytes, is_after_drop=True))
+                self.core.send(DiskChanged(True, "", self.other_bytes, before - self.other_bytes))
             case ClearNamespace(namespace=namespace, epoch=epoch):
                 for path, file in list(self.files.items()):
                     if namespace in (None, file.entry.header.namespace):
@@ -277,5 +277,5 @@ class FakeDisk:
             batch = files[first : first + batch_files]
             schemas = {f.entry.header.schema_digest: f.schema for f in batch if f.schema}
             core.send(Loaded(tuple(f.entry for f in batch), schemas))
-        core.send(Loaded((), done=True))
+        core.send(Loaded((), done=True, foreign_bytes=self.other_bytes))
         self.accept()
