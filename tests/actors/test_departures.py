@@ -113,6 +113,15 @@ def test_what_could_not_be_dropped_is_tried_again_after_a_while() -> None:
     assert departures.others_to_drop(4) == 4
 
 
+def test_others_of_which_more_went_than_was_wanted_can_all_be_dropped() -> None:
+    """D10: files go whole, so mostly a little more is free."""
+    _, departures = with_charged()
+    departures.set_other_bytes(10)
+    assert departures.others_to_drop(4) == 4
+    departures.set_other_bytes(4, 6)
+    assert departures.others_to_drop(4) == 4
+
+
 def test_what_came_while_others_were_dropped_can_be_dropped_too() -> None:
     """D10: a file went into the quarantine meanwhile; all that was wanted is free."""
     _, departures = with_charged()

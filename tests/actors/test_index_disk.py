@@ -5,6 +5,7 @@ import random
 import pytest
 
 from prefixcached.actors.entries import WriteState
+from prefixcached.actors.index import TOUCH_SECONDS
 from prefixcached.protocol.actor_messages import DropOthers, FilesLost
 from prefixcached.protocol.messages import Flushed, Hit
 from tests.actors.test_index_corners import two_tiers
@@ -476,3 +477,17 @@ def test_a_disk_that_deletes_nothing_is_filled_to_its_cap() -> None:
     client.store(sequence(10, 101))
     disk.settle()
     assert findable(core) == 18
+
+
+def test_a_use_is_recorded_in_a_file_once_a_minute() -> None:
+    """D5: a restart may forget a minute of recency; what has no file has nothing to record."""
+    core, disk, client = two_tiers()
+    client.store(sequence(10))
+    client.reuse((*sequence(10), 7))
+    disk.settle()
+    assert disk.touched == []
+    for seconds, touches in ((0.0, 1), (30.0, 1), (TOUCH_SECONDS, 2), (1.0, 2)):
+        core.clock += seconds
+        client.reuse((*sequence(10), 7))
+        disk.accept()
+        assert len(disk.touched) == touches

@@ -229,3 +229,16 @@ def test_a_put_waits_for_room_that_only_the_writer_still_holds() -> None:
     disk.step()
     assert isinstance(slot.reply, wire.Grant)
     check_core(core)
+
+
+def test_the_writer_is_idle_with_nothing_queued_and_nothing_under_way() -> None:
+    """C2: a daemon that stops waits for both."""
+    core, disk, client = two_tiers(write_delay_seconds=0.5)
+    assert core.writes.is_idle
+    client.store(sequence(10))
+    assert not core.writes.is_idle
+    core.advance(0.5)
+    assert core.writes.queued == 1
+    assert not core.writes.is_idle
+    disk.settle()
+    assert core.writes.is_idle

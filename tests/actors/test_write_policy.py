@@ -3,6 +3,7 @@
 import random
 
 import msgspec
+import pytest
 
 from prefixcached.actors.write_policy import (
     KEPT_HOURS,
@@ -74,6 +75,17 @@ def test_sync_voids_delays() -> None:
     queue.add_write(second, not_before=5.0)
     assert queue.next(0.0) is first
     assert queue.next(0.0) is None
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_the_write_that_is_meant_is_cancelled_and_no_other(which: int) -> None:
+    """P4: images are known by their ids, whatever order these have."""
+    queue = WriteQueue()
+    writes = [write(1), write(2)]
+    for envelope in writes:
+        queue.add_write(envelope, 0.0)
+    meant = writes[which].message
+    assert queue.cancel(meant.header.id) is meant  # type: ignore[attr-defined]
 
 
 def test_a_cancelled_write_is_gone() -> None:
