@@ -125,10 +125,13 @@ def _run(mutants: list[Mutant], reach: Reach, work: Path, jobs: int, tests_secon
 
 
 def _kept(work: Path) -> dict[Mutant, Result]:
-    """The last result of each mutant of a module's present text, in this or an earlier run."""
-    logs = sorted(work.glob("results-*.jsonl"), key=lambda log: log.stat().st_mtime)
-    lines = (line for log in logs for line in log.read_bytes().splitlines())
-    results = (msgspec.json.decode(line, type=Result) for line in lines)
+    """The result of each mutant of a module's present text, in this or an earlier run.
+
+    Who was killed once is dead: what survived was run again with more tests or time.
+    """
+    lines = (line for log in work.glob("results-*.jsonl") for line in log.read_bytes().splitlines())
+    results = [msgspec.json.decode(line, type=Result) for line in lines]
+    results.sort(key=lambda result: result.outcome != "survived")
     return {
         result.mutant: result
         for result in results
