@@ -760,3 +760,13 @@ def test_objects_need_no_schema(store: Store) -> None:
     """O1: an object's directory holds the object alone."""
     entry = write(store, stored_object())
     assert files_below(path_of(store, entry).parent) == {path_of(store, entry).name}
+
+
+def test_a_schema_that_has_grown_is_written_anew(store: Store) -> None:
+    """D3: it would be damage, and all files that need it with it."""
+    entry = write(store, segment())
+    file = path_of(store, entry).with_name(schema_name(entry.header.schema_digest))
+    whole = file.read_bytes()
+    file.write_bytes(whole + b"x")
+    write(store, segment(seed=2))
+    assert file.read_bytes() == whole

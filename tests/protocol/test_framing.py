@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from prefixcached.protocol import limits, messages
 from prefixcached.protocol.errors import LocalProtocolError, RemoteProtocolError
-from prefixcached.protocol.framing import HEADER, HEADER_BYTES, Frame, FrameDecoder, Side, encode
+from prefixcached.protocol.framing import (
+    FORMAT,
+    HEADER,
+    HEADER_BYTES,
+    MAGIC,
+    Frame,
+    FrameDecoder,
+    Side,
+    encode,
+)
 from tests.protocol.examples import REPLIES, REQUESTS
 
 SIDES: list[Side] = ["request", "reply"]
@@ -289,3 +298,12 @@ def test_a_frame_of_exactly_the_limit_is_sent() -> None:
     assert len(data) == HEADER_BYTES + limits.MAX_FRAME_BYTES
     with pytest.raises(LocalProtocolError, match=f"takes {limits.MAX_FRAME_BYTES + 1} bytes"):
         encode(messages.Failed(reason="protocol", detail="x" * (room + 1)))
+
+
+@pytest.mark.parametrize("form", [FORMAT - 1, FORMAT + 1])
+def test_frames_of_another_format_are_refused(form: int) -> None:
+    """DESIGN 4: older and newer alike, before anything of them is read."""
+    decoder = FrameDecoder("request")
+    decoder.feed(HEADER.pack(MAGIC, form, 0, 1) + b"x")
+    with pytest.raises(RemoteProtocolError, match="frame format"):
+        decoder.next_frame()
