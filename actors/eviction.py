@@ -11,8 +11,8 @@ from enum import StrEnum
 from itertools import chain, islice
 from typing import Final
 
-from prefixcached.actors.entries import Entry, Segment
-from prefixcached.actors.index import Index, may_leave_ram_without_io
+from prefixcached.actors.entries import Entry
+from prefixcached.actors.index import Index, may_leave_ram, may_leave_ram_without_io
 from prefixcached.actors.victims import Rank
 from prefixcached.protocol.actor_messages import DeleteFile
 
@@ -152,7 +152,11 @@ class Eviction:
             entry: Entry | None = next(victims, None)
             if entry is None or entry.rank >= _rank_of(below):
                 return False
-            while entry is not None and _may_be_evicted(entry, below, gone[entry.id]):
+            while (
+                entry is not None
+                and entry.rank < _rank_of(below)
+                and may_leave_ram(entry, gone[entry.id])
+            ):
                 nbytes -= entry.charged_bytes
                 images -= 1
                 entry = entry.owner  # which may leave with the last that hangs on it
@@ -180,18 +184,6 @@ class Eviction:
                 self._index.counters["dropped_unwritten"] += 1
             self._index.evicted_memory.remember(victim, "ram-cap")
         self._index.drop_memory(victim)
-
-
-def _may_be_evicted(entry: Entry, below: float, gone: int) -> bool:
-    """Whether ``entry`` may leave RAM once ``gone`` of what hangs on it have left."""
-    return (
-        entry.attached
-        and entry.memory is not None
-        and not entry.holders
-        and not entry.is_to_be_written
-        and entry.rank < _rank_of(below)
-        and not (isinstance(entry, Segment) and entry.resident_dependents > gone)
-    )
 
 
 def _rank_of(below: float) -> Rank:

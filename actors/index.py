@@ -81,10 +81,10 @@ class Index:
         self.held_bytes = 0
         self.held_images = 0
         self._held: dict[str, Entry] = {}
-        self.ram_victims = Victims(_may_leave_ram)
+        self.ram_victims = Victims(may_leave_ram)
         self.durable_victims = Victims(may_leave_ram_without_io)
         self.ssd_victims = Victims(_may_leave_ssd)
-        self.quotas = Quotas(namespace_quota, _may_leave_ram)
+        self.quotas = Quotas(namespace_quota, may_leave_ram)
         self.evicted_memory = EvictedMemory()
         self.writing: Entry | None = None
         self.lost: list[Entry] = []
@@ -573,19 +573,20 @@ class _Dependence:
             owner.durable_dependents += self._entry.is_bound_for_disk - self._before
 
 
-def _may_leave_ram(entry: Entry) -> bool:
+def may_leave_ram(entry: Entry, gone: int = 0) -> bool:
+    """Whether ``entry`` may leave RAM once ``gone`` of the residents that hang on it have left."""
     return (
         entry.attached
         and entry.memory is not None
         and not entry.holders
         and not entry.is_to_be_written
-        and not (isinstance(entry, Segment) and entry.resident_dependents)
+        and not (isinstance(entry, Segment) and entry.resident_dependents > gone)
     )
 
 
 def may_leave_ram_without_io(entry: Entry) -> bool:
     """Whether ``entry`` is durable, and nobody holds it or has resident bytes that hang on it."""
-    return entry.file is not None and _may_leave_ram(entry)
+    return entry.file is not None and may_leave_ram(entry)
 
 
 def _may_leave_ssd(entry: Entry) -> bool:

@@ -226,7 +226,6 @@ class LoadDesk:
             return None
         if namespace is None:
             namespace = self._index.new_namespace(name, schema_bytes, schema)
-            self._index.namespaces[name] = namespace
         else:  # it held objects alone so far
             namespace.adopt(schema_bytes, schema)
         return namespace

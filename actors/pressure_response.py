@@ -188,7 +188,7 @@ class PressureDesk:
         A failed write ends the attempt: its entry stays, and what is queued behind it is written in
         its usual time. While the level persists there is another attempt later.
         """
-        failures = self._writes.failed + self._writes.refused
+        failures = self._writes.unsuccessful
         if self._writes.is_hurried and failures != self._failures_before:
             self._counters["failed_attempts"] += 1
             self._writes.is_hurried = False
@@ -199,5 +199,5 @@ class PressureDesk:
             self._writes.is_hurried = True
             unwritten = [e for e in self._index.entries.values() if e.file is None and e.memory]
             self._writes.enqueue(unwritten, now)
-            if self._writes.failed + self._writes.refused != self._failures_before:
+            if self._writes.unsuccessful != self._failures_before:
                 self._make_durable(now)

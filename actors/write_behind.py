@@ -95,6 +95,11 @@ class WriteDesk:
         self.refused = 0
 
     @property
+    def unsuccessful(self) -> int:
+        """Images that could not be written, and those that were not tried."""
+        return self.failed + self.refused
+
+    @property
     def queued(self) -> int:
         """Images that wait to be written, the one being written included."""
         return sum(e.write is WriteState.QUEUED for e, _ in self._queue) + bool(self._writing)

@@ -601,6 +601,25 @@ def test_nothing_is_changed_without_the_lock(
     owner.close()
 
 
+def test_what_no_entry_owns_stays_where_another_daemon_has_the_directory(tmp_path: Path) -> None:
+    """D9, D10: what this one knew of its own directory is no order to delete in another's."""
+    path, moved = tmp_path / "state", tmp_path / "moved"
+    store = Store(path, QuickFs(), min_free_bytes=0)
+    store.prepare()
+    (path / SEGMENTS / "foreign").write_bytes(b"x" * 10_000)
+    list(store.scan())
+    assert store.waste.foreign_bytes > 0
+    path.rename(moved)
+    owner = Store(path, QuickFs(), min_free_bytes=0)
+    owner.prepare()
+    (path / SEGMENTS / "foreign").write_bytes(b"y" * 10_000)
+    assert store.drop_others(1 << 40) == 0
+    assert (path / SEGMENTS / "foreign").exists()
+    assert (moved / SEGMENTS / "foreign").exists()
+    store.close()
+    owner.close()
+
+
 def test_a_lock_that_was_deleted_is_taken_anew_before_a_change(store: Store) -> None:
     """D7, D9: no daemon can have come in between when the change happens."""
     entry = write(store, segment())

@@ -184,6 +184,34 @@ def test_a_flush_has_the_drive_drained_behind_its_last_write() -> None:
         assert slot.reply == wire.Flushed(written=number_of_images, skipped=0, failed=0)
 
 
+def test_a_flush_without_an_ssd_tier_is_answered_at_once() -> None:
+    """P8: nobody is asked to look at a directory or to drain a drive."""
+    core = Core()
+    core.auto_sync = False
+    client = Client(core)
+    client.store(sequence(10))
+    assert client.flush().reply == wire.Flushed(written=0, skipped=1, failed=0)
+    assert core.syncing == []
+
+
+def test_a_look_for_a_client_that_left_says_nothing_to_another() -> None:
+    """P8, D7: each flush waits for a look at the directory that began after it was asked."""
+    core, _, leaving = two_tiers()
+    staying = Client(core, session=2)
+    core.auto_sync = False
+    leaving.flush()
+    slot = staying.flush()
+    first, second = core.syncing
+    core.syncing.clear()
+    core.gone(leaving.session)
+    core.send(Synced(first.sync))
+    assert core.syncing == []
+    core.send(Synced(second.sync))
+    assert core.syncing == [SyncAll(second.sync, drain=True)]
+    core.send(Synced(second.sync))
+    assert slot.reply == wire.Flushed(written=0, skipped=0, failed=0)
+
+
 def test_a_flush_without_a_drain_is_incomplete() -> None:
     """P8: it claims nothing that a loss of power may take."""
     core, disk, client = two_tiers()

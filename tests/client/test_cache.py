@@ -36,7 +36,6 @@ from prefixcached.protocol import limits, messages
 from prefixcached.protocol.image import ImageKind, ImageSpec
 from prefixcached.protocol.messages import AnyRequest
 from prefixcached.protocol.paths import SOCKET_VARIABLE
-from tests.support.descriptors import none_leaked
 from tests.support.numpy_kv import (
     NumpyAdapter,
     NumpyCache,
@@ -48,15 +47,11 @@ from tests.support.numpy_kv import (
 )
 from tests.support.small_daemon import Peer, SmallDaemon
 
+pytestmark = pytest.mark.usefixtures("no_descriptor_stays")
+
 TOKENS = list(range(100, 400))
 SOON = 0.2
 Behaviour = Callable[[Peer, AnyRequest], bool]
-
-
-@pytest.fixture(autouse=True)
-def _no_descriptor_stays() -> Iterator[None]:
-    with none_leaked():
-        yield
 
 
 @pytest.fixture

@@ -22,20 +22,15 @@ from prefixcached.client.pins import Pin
 from prefixcached.client.pool import Pool
 from prefixcached.protocol import messages
 from prefixcached.protocol.messages import AnyRequest
-from tests.support.descriptors import none_leaked
 from tests.support.numpy_kv import NumpyAdapter, make_caches
 from tests.support.small_daemon import Peer, SmallDaemon
+
+pytestmark = pytest.mark.usefixtures("no_descriptor_stays")
 
 TOKENS = list(range(100, 400))
 SOON = 0.1
 LONG = 10.0
 """Seconds after which something hangs."""
-
-
-@pytest.fixture(autouse=True)
-def _no_descriptor_stays() -> Iterator[None]:
-    with none_leaked():
-        yield
 
 
 @pytest.fixture

@@ -22,8 +22,9 @@ from prefixcached.client.pool import (
 from prefixcached.client.wire import Wire
 from prefixcached.protocol import messages
 from prefixcached.protocol.messages import AnyRequest
-from tests.support.descriptors import none_leaked
 from tests.support.small_daemon import Peer, SmallDaemon
+
+pytestmark = pytest.mark.usefixtures("no_descriptor_stays")
 
 PEEK = messages.Peek("n", bytes(8))
 SOON = 0.1
@@ -37,12 +38,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-@pytest.fixture(autouse=True)
-def _no_descriptor_stays() -> Iterator[None]:
-    with none_leaked():
-        yield
 
 
 @pytest.fixture

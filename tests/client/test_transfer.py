@@ -5,7 +5,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +15,8 @@ from hypothesis import strategies as st
 from prefixcached.actors import memory
 from prefixcached.actors.memory import darwin
 from prefixcached.client import transfer
-from tests.support.descriptors import none_leaked
 
-
-@pytest.fixture(autouse=True)
-def _no_descriptor_stays() -> Iterator[None]:
-    with none_leaked():
-        yield
+pytestmark = pytest.mark.usefixtures("no_descriptor_stays")
 
 
 def test_more_views_than_one_call_takes_arrive_in_order() -> None:

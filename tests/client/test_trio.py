@@ -29,18 +29,13 @@ from prefixcached.client.trio import INLINE_BYTES, Cache
 from prefixcached.client.trio_wire import TrioWire
 from prefixcached.protocol import messages
 from prefixcached.protocol.messages import AnyRequest
-from tests.support.descriptors import none_leaked
 from tests.support.numpy_kv import NumpyAdapter, NumpyRestoration, make_caches, same
 from tests.support.small_daemon import Peer, SmallDaemon
 
+pytestmark = pytest.mark.usefixtures("no_descriptor_stays")
+
 TOKENS = list(range(100, 400))
 SOON = 0.2
-
-
-@pytest.fixture(autouse=True)
-def _no_descriptor_stays() -> Iterator[None]:
-    with none_leaked():
-        yield
 
 
 @pytest.fixture

@@ -14,18 +14,14 @@ from prefixcached.client.wire import Wire
 from prefixcached.protocol import limits, messages
 from prefixcached.protocol.framing import encode
 from prefixcached.protocol.messages import AnyRequest
-from tests.support.descriptors import is_open, none_leaked
+from tests.support.descriptors import is_open
 from tests.support.small_daemon import Peer, SmallDaemon
+
+pytestmark = pytest.mark.usefixtures("no_descriptor_stays")
 
 PEEK = messages.Peek("n", bytes(8))
 SOON = 0.1
 """Seconds that a call waits for what does not come."""
-
-
-@pytest.fixture(autouse=True)
-def _no_descriptor_stays() -> Iterator[None]:
-    with none_leaked():
-        yield
 
 
 @pytest.fixture
