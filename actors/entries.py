@@ -197,7 +197,7 @@ class Checkpoint(Entry):
     @property
     def has_state(self) -> bool:
         """Whether it holds a snapshot, not window rows alone."""
-        return bool(self.spec.tensors or self.spec.metadata)
+        return self.spec.is_snapshot
 
     @property
     def key(self) -> tuple[int, bool]:

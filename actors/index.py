@@ -306,10 +306,16 @@ class Index:
         for entry in files:
             if entry.attached:  # not gone yet with what it hung on
                 self.lose_file(entry)
-        for file in self.unattached.values():
+        self.take_unattached()
+        return len(files)
+
+    def take_unattached(self) -> list[FileEntry]:
+        """Return the files without a place and forget them, bytes included."""
+        files = list(self.unattached.values())
+        for file in files:
             self.ssd.remove("other", file.allocated_bytes)
         self.unattached.clear()
-        return len(files)
+        return files
 
     def remove(self, entry: Entry) -> None:
         """Take ``entry`` and all that hangs on it out of the tree, for both tiers.

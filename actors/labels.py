@@ -38,8 +38,8 @@ class LabelDesk:
 
         Where they end at a snapshot, that is what must stay; what it hangs on stays with it.
         """
-        if name is None or entry is None:
-            return
+        if name is None or entry is None or not entry.attached:
+            return  # evicted by a put that was granted meanwhile
         label = self.labels.get((namespace, name))
         if label is None:
             label = Label(namespace, name, None, 0, now)

@@ -51,21 +51,22 @@ class LoadDesk:
         for file in batch.entries:
             if self._all_cleared or file.header.namespace in self._cleared:
                 continue  # found before it was cleared: already out of reach (rule D11)
-            if file.header.kind is ImageKind.CHECKPOINT:
-                self._checkpoints.append(file)
-            elif file.header.kind is ImageKind.SEGMENT:
-                self._place(file)
-            else:
-                self._place_object(file)
+            self._place_any(file)
         if not batch.done:
             return
+        if not batch.later:
+            # What an earlier scan could not place, since it broke off before it found the parents.
+            for file in self._index.take_unattached():
+                self.unattached -= 1
+                self._place_any(file)
         for file in self._checkpoints:
             self._place_checkpoint(file)
         for files in self._orphans.values():
             for file in files:
                 self._leave_unattached(file)
-        self._orphans, self._checkpoints, self._schemas = {}, [], {}
+        self._orphans, self._checkpoints = {}, []
         if not batch.later:
+            self._schemas.clear()
             self._cleared, self._all_cleared = set(), False
             self.is_complete = True
         for namespace in list(self._index.namespaces.values()):
@@ -87,6 +88,14 @@ class LoadDesk:
             self._cleared.add(namespace)
             self._orphans = {k: v for k, v in self._orphans.items() if k[0] != namespace}
             self._checkpoints = [f for f in self._checkpoints if f.header.namespace != namespace]
+
+    def _place_any(self, file: FileEntry) -> None:
+        if file.header.kind is ImageKind.CHECKPOINT:
+            self._checkpoints.append(file)
+        elif file.header.kind is ImageKind.SEGMENT:
+            self._place(file)
+        else:
+            self._place_object(file)
 
     def _place(self, file: FileEntry) -> None:
         """Attach a segment and whatever waited for it, if its own parent is known."""

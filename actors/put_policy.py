@@ -94,7 +94,8 @@ def plan_put(
     if images and rows:
         last = images[-1]
         images[-1] = ImageSpec(ImageKind.SEGMENT, last.start, last.end, windows=rows)
-    rows_apart = rows if base == length and _count(rows) else ()
+    # Without the snapshot that is left out, rows would make nothing resumable.
+    rows_apart = rows if base == length and _count(rows) and not leaves_out else ()
     if snapshot is not None or rows_apart:
         images.append(
             ImageSpec(

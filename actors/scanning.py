@@ -166,6 +166,7 @@ class Scan:
             else:
                 self._unreadable(name, within, f"{SEGMENTS}/{directory}", error)
         else:
+            self._waste.remove(f"{SEGMENTS}/{directory}/{name}")  # a scan before this failed on it
             self.entry_bytes += entry.allocated_bytes
             self._pending.append(entry)
             self._pending_token_bytes += len(entry.tokens)

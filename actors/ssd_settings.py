@@ -1,5 +1,7 @@
 """Settings and statistics of `SsdTier`: plain values."""
 
+from typing import Final
+
 import msgspec
 
 from prefixcached.actors.write_policy import RETRY_FIRST_SECONDS, RETRY_MOST_SECONDS
@@ -23,16 +25,21 @@ COUNTERS = (
 )
 """What is counted since the start, by the names of `SsdTierStatistics`."""
 
+PATIENCE_SECONDS: Final = 2.0
+"""For the directory to be ready at the start: a drive that has to spin up takes ten."""
+
 
 class SsdTierConfig(msgspec.Struct, frozen=True):
     """Settings of the writer.
 
     ``daily_write_bytes`` is rule D6's bound, ``cap_bytes`` the tier's cap: what is no entry goes
-    first when a directory is over it at start-up. None is no bound.
+    first when a directory is over it at start-up. None is no bound. After ``patience_seconds`` RAM
+    goes on without a directory that is not ready.
     """
 
     daily_write_bytes: int | None = None
     cap_bytes: int | None = None
+    patience_seconds: float = PATIENCE_SECONDS
     retry_first_seconds: float = RETRY_FIRST_SECONDS
     retry_most_seconds: float = RETRY_MOST_SECONDS
 

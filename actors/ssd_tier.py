@@ -71,7 +71,7 @@ _Result = TypeVar("_Result")
 
 
 class SsdTier:
-    """The actor. Start it with ``await nursery.start(ssd_tier.run)`` after `Store.prepare`.
+    """The actor. Start it with ``await nursery.start(ssd_tier.run)``, which waits for no disk.
 
     `SyncAll` voids the delays of what is queued. When all senders of its mailbox are closed it
     finishes what is queued, without delays, and returns; a cancel scope around it bounds that.
@@ -98,6 +98,8 @@ class SsdTier:
         self._config = config
         self._wall_clock = wall_clock
         self._thread = trio.CapacityLimiter(1)
+        self._preparing = trio.CancelScope()
+        self._prepared = trio.Event()
         self._queue = WriteQueue()
         self._meter = WriteMeter(config.daily_write_bytes)
         self._back_off = BackOff(config.retry_first_seconds, config.retry_most_seconds)
@@ -157,19 +159,17 @@ class SsdTier:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until all senders of the mailbox are closed and the queue is done."""
         with self._inbox:
-            try:
-                await self._in_thread(self._store.prepare)
-                await self._load_meter()
-            except OSError as error:
-                await self._fail(error)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._work)
+                nursery.start_soon(self._lose_patience)
                 task_status.started()
                 async for envelope in self._inbox:
                     await self._receive(envelope)
                 self._is_draining = True
                 self._queue.hurry()
                 self._wake.set()
+                if not len(self._queue):
+                    self._preparing.cancel()  # a stop has nothing to wait for
 
     # -- receiving ---------------------------------------------------------------------------------
 
@@ -201,7 +201,38 @@ class SsdTier:
 
     # -- working -----------------------------------------------------------------------------------
 
+    async def _prepare(self) -> None:
+        """Make the directory usable, before anything else touches it.
+
+        Given up by a stop, it goes on in its thread until the process ends.
+        """
+        try:
+            await trio.to_thread.run_sync(
+                self._store.prepare, limiter=self._thread, abandon_on_cancel=True
+            )
+            await self._load_meter()
+        except OSError as error:
+            await self._fail(error)
+        else:
+            if self._failure:
+                await self._works_again()
+
+    async def _lose_patience(self) -> None:
+        """A disk that takes long to be prepared counts as failing meanwhile (rule D7)."""
+        with trio.move_on_after(self._config.patience_seconds):
+            await self._prepared.wait()
+            return
+        seconds = self._config.patience_seconds
+        await self._fail(OSError(errno.ETIMEDOUT, f"no answer from the disk for {seconds:g} s"))
+        if self._is_loading:
+            await self._report_loaded(damaged=0)
+
     async def _work(self) -> None:
+        with self._preparing:
+            await self._prepare()
+        self._prepared.set()
+        if self._preparing.cancelled_caught:
+            return
         while True:
             self._wake = trio.Event()
             now = trio.current_time()
@@ -240,7 +271,9 @@ class SsdTier:
 
     def _next_deadline(self) -> float:
         queue, failed = self._queue, self._failed_deletes
-        deadlines = [queue.next_deadline, failed.next_deadline, self._trash_at]
+        deadlines = [queue.next_deadline, failed.next_deadline]
+        if not self._scan_wanted:  # which comes first
+            deadlines.append(self._trash_at)
         if self._failure:
             deadlines.append(self._retry_at)
         return min((d for d in deadlines if d is not None), default=float("inf"))
@@ -486,8 +519,12 @@ class SsdTier:
                 await self._report_disk()
             self._retry_at = self._back_off.failed(trio.current_time())
             return
+        await self._works_again()
+
+    async def _works_again(self) -> None:
         _log.warning("disk-works-again", failure=self._failure)
         self._failure = ""
+        await self._report_lost_files()  # before RamTier queues what hangs on them
         await self._report_disk()
 
     async def _refuse(self, message: WriteImage) -> None:

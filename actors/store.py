@@ -352,7 +352,11 @@ class Store:
     def empty_trash(self, most_files: int) -> tuple[int, bool]:
         """Delete some of what was cleared; see `Waste.empty_trash`."""
         self._hold()
-        return self._waste.empty_trash(most_files)
+        try:
+            return self._waste.empty_trash(most_files)
+        except FileNotFoundError:  # somebody deleted the trash
+            self.prepare()
+            return 0, True
 
     def drop_others(self, wanted_bytes: int) -> int:
         """Delete what is no entry until so much is free; see `Waste.drop_foreign`. Never raises."""

@@ -221,7 +221,14 @@ class WriteDesk:
             if due > now and not (self._flushes or self.is_draining or self.is_hurried):
                 break
             owner = entry.owner
-            chain_broken = owner is not None and owner.parent is not None and owner.file is None
+            if owner is not None and owner.parent is not None and owner.file is None:
+                if owner.write is WriteState.QUEUED:
+                    # Its files were lost after this was queued, so it stands behind (rule D7).
+                    self._queue.rotate(-1)
+                else:
+                    self._queue.popleft()
+                    self._refuse(entry)
+                continue
             header = _header_of(entry)
             try:
                 reserve = _bytes_to_reserve(entry, header)
@@ -229,7 +236,7 @@ class WriteDesk:
                 self._queue.popleft()
                 self._refuse(entry)
                 continue
-            if chain_broken or not self._shared.eviction.make_room_on_disk(reserve):
+            if not self._shared.eviction.make_room_on_disk(reserve):
                 self._queue.popleft()
                 self._refuse(entry)
                 continue

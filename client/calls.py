@@ -128,12 +128,12 @@ class Calls(Generic[W]):
             packed = token_array(tokens)
         except UnsupportedTokensError:
             return self._decline(UNSUPPORTED_TOKENS)
-        if len(packed) > limits.MAX_TOKENS:
-            return self._decline("too-large")
-        if not len(packed):
-            return self._decline("too-short")
         is_stored, covered = False, packed.tobytes()
         try:
+            if len(packed) > limits.MAX_TOKENS:
+                return self._decline("too-large")
+            if not len(packed):
+                return self._decline("too-short")
             with contextlib.ExitStack() as context:
                 snapshot = self._look_at(context, kv, packed, attachments)
                 if isinstance(snapshot, str):

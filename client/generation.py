@@ -18,6 +18,7 @@ from mlx_lm.generate import stream_generate as plain_stream_generate
 from mlx_lm.models.cache import CacheList
 
 from prefixcached.client.arguments import LONGEST_SECONDS
+from prefixcached.client.errors import UseAfterClose
 from prefixcached.client.prompt_cache import FetchedKv, PromptCache
 
 PREFILL_STEP_SIZE: Final = 2048
@@ -83,7 +84,7 @@ class Side:
         self._stored = len(tokens)
         try:
             self._shared.store(tokens, self.kv, session=session)
-        except ValueError as error:
+        except (ValueError, UseAfterClose) as error:
             _logger.warning("the KV of %d tokens is not shared: %s", len(tokens), str(error))
 
 

@@ -137,7 +137,7 @@ def read_hit(
     Raises:
         RestoreFailed: The bytes cannot be read or do not make up caches (rule T8).
     """
-    checkpoint = next((p.spec for p in hit.parts if p.spec.kind is ImageKind.CHECKPOINT), None)
+    checkpoint = next((part.spec for part in hit.parts if part.spec.is_snapshot), None)
     with failing_as(RestoreFailed, "what was lent cannot be restored"):
         check_hit(hit, schema)
         restoration = adapter.restoration(schema, hit.length, checkpoint, hit.parts)
@@ -254,7 +254,8 @@ def check_granted(spec: ImageSpec, snapshot: Snapshot) -> None:
             raise SchemaError(
                 f"window rows {asked.ranges} are asked for, {had.ranges} were offered"
             )
-    if spec.kind is ImageKind.SEGMENT:
+    are_rows_alone = spec.kind is ImageKind.CHECKPOINT and spec.windows and not spec.is_snapshot
+    if spec.kind is ImageKind.SEGMENT or are_rows_alone:  # these need no snapshot (rule P2)
         return
     offered = snapshot.checkpoint
     if offered is None or (spec.kind, spec.start, spec.tensors) != (

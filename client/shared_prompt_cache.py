@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from prefixcached.client.errors import UseAfterClose
 from prefixcached.client.kv import OwnCaches
 from prefixcached.client.prompt_cache import DISABLED, PromptCache
 from prefixcached.client.results import Declined, Stored
@@ -30,6 +31,9 @@ UNKNOWN_MODEL: Final = "unknown-model"
 
 PAUSED: Final = "paused"
 """Why the daemon is not asked: it let a call time out just now."""
+
+CLOSED: Final = "closed"
+"""Why the daemon cannot be asked: somebody closed the connection's `Cache`."""
 
 _TIMEOUT: Final = "timeout"
 _INVALID: Final = "invalid"
@@ -227,6 +231,14 @@ class SharedPromptCache:
             return None, 0, (obstacle,)
         if len(tokens) < 2:
             return None, 0, (_TOO_SHORT,)
+        try:
+            return self._fetch_parts(model, tokens)
+        except UseAfterClose:
+            return None, 0, (CLOSED,)
+
+    def _fetch_parts(
+        self, model: Hashable, tokens: list[int]
+    ) -> tuple[list[Any] | None, int, tuple[str, ...]]:
         first, *rest = (part.shared for part in self._parts[model])
         kv, reused = first.fetch(tokens)
         misses = kv.misses
@@ -257,6 +269,8 @@ class SharedPromptCache:
             except ValueError as error:
                 _logger.warning("the KV of %d tokens is not shared: %s", len(tokens), error)
                 results.append(Declined(reason=_INVALID))
+            except UseAfterClose:
+                results.append(Declined(reason=CLOSED))
             start += count
         return results
 

@@ -94,7 +94,7 @@ class Starter:
             )
         try:
             return self._note(self._start_once(deadline))
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # also: nobody says where the home directory is
             return self._note(f"it cannot be started: {error}")
 
     @property

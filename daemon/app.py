@@ -102,7 +102,7 @@ async def serve(
     announce: Callable[[], None],
     tracer: "Tracer | None" = None,
 ) -> None:
-    """Run the daemon until SIGTERM or SIGINT.
+    """Run the daemon until SIGTERM, SIGINT or the end of its terminal.
 
     Args:
         config: What it is told.
@@ -118,7 +118,7 @@ async def serve(
     with (
         InstanceLock(config.lock_file) as lock,
         SocketFile(config.socket) as socket_file,
-        trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals,
+        trio.open_signal_receiver(*_stop_signals()) as signals,
     ):
         async with trio.open_nursery() as nursery:
             stop = trio.Event()
@@ -136,21 +136,34 @@ async def serve(
 async def _or_stop(
     stop: trio.Event, function: Callable[..., Awaitable[object]], *arguments: object
 ) -> None:
-    """Run a task whose end stops the daemon: the front is shielded, and sees no cancellation."""
+    """Run a task whose failure stops the daemon: the front is shielded, and sees no cancellation.
+
+    One that returns has done its part, as a trace whose disk is full.
+    """
     try:
         await function(*arguments)
-    finally:
+    except BaseException:
         stop.set()
+        raise
+
+
+def _stop_signals() -> list[signal.Signals]:
+    """What ends the daemon; the end of its terminal too, unless `nohup` started it."""
+    hears_hang_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hears_hang_up else [])]
 
 
 async def _watch_signals(signals: AsyncIterator[int], stop: trio.Event) -> None:
+    was_asked = False
     async for number in signals:
         name = signal.Signals(number).name
-        if stop.is_set():
+        if was_asked and number != signal.SIGHUP:
             log.warning("second signal: ending at once", signal=name)
             os._exit(1)
         log.info("stopping", signal=name)
         stop.set()
+        # A terminal that closes says so more than once, and so does the end of a login.
+        was_asked = was_asked or number != signal.SIGHUP
 
 
 async def _run_storage(

@@ -4,6 +4,7 @@ import errno
 import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 import click
@@ -66,7 +67,7 @@ class CommandGroup(click.Group):
 def _one_line() -> Iterator[None]:
     try:
         yield
-    except NoArgsIsHelpError:
+    except (NoArgsIsHelpError, click.exceptions.Exit, click.Abort):
         raise
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx is not None else "prefixcached"
@@ -77,6 +78,18 @@ def _one_line() -> Iterator[None]:
             raise
         drop_unwritten()
         raise click.ClickException(_reason(error)) from error
+    except RuntimeError as error:
+        if _has_home():  # then it is a bug, whose traceback is wanted
+            raise
+        raise click.ClickException(f"{str(error).rstrip('.')}: set HOME") from error
+
+
+def _has_home() -> bool:
+    try:
+        Path.home()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _reason(error: OSError) -> str:

@@ -10,6 +10,7 @@ from typing import Final
 
 import platformdirs
 
+from prefixcached.actors.store_directory import SEGMENTS
 from prefixcached.daemon import resources
 from prefixcached.daemon.options import AUTO, Options
 from prefixcached.daemon.sizes import parse_share, parse_size, share_of
@@ -64,7 +65,7 @@ class Config:
     @property
     def segments_dir(self) -> Path:
         """Where the SSD tier's files are; the ending keeps Spotlight out (PLATFORM 1.6)."""
-        return self.state_dir / "segments.noindex"
+        return self.state_dir / SEGMENTS
 
 
 def default_state_dir() -> Path:
@@ -102,5 +103,8 @@ def ssd_bytes(size: str | int, directory: Path) -> int:
     """Return the cap of the SSD tier in ``directory``."""
     if size == AUTO:
         free = resources.free_bytes(directory)
+        if share_of(free, AUTOMATIC_SSD_PERCENT) < AUTOMATIC_SSD_MOST_BYTES:
+            # What the tier has would be free without it: it is not to shrink for its own files.
+            free += resources.held_bytes(directory / SEGMENTS)
         return min(AUTOMATIC_SSD_MOST_BYTES, share_of(free, AUTOMATIC_SSD_PERCENT))
     return parse_size(size, resources.volume_bytes(directory))

@@ -91,6 +91,8 @@ class Listener:
         self._endings = Counter({kind.value: 0 for kind in Ending})
         self._accept_pauses = 0
         self._sessions: dict[int, Session] = {}
+        # So many refused clients may keep their sockets from being closed, then accepting waits.
+        self._leaving = trio.Semaphore(max_connections)
 
     def statistics(self) -> ListenerStatistics:
         """Return what happened so far."""
@@ -123,14 +125,17 @@ class Listener:
         async with trio.open_nursery() as sessions:
             task_status.started()
             while True:
+                await self._leaving.acquire()
                 sock = await self._accept()
                 refusal = self._refusal(sock)
                 if refusal is None:
+                    self._leaving.release()
                     self._accepted += 1
                     self._current += 1
                     sessions.start_soon(self._serve, self._accepted, sock)
                 else:
                     self._refuse(sock, refusal)
+                    sessions.start_soon(self._leave, sock)
 
     async def _accept(self) -> socket.socket:
         while True:
@@ -167,26 +172,37 @@ class Listener:
 
     def _refuse(self, sock: socket.socket, refusal: Refusal) -> None:
         self._refused[refusal.value] += 1
-        with sock:
-            if refusal is Refusal.TOO_MANY:
-                failed = messages.Failed(
-                    reason=refusal.value,
-                    detail=f"{self._current} connections are open, and that is the limit",
-                    boot=self._settings.boot,
-                )
+        if refusal is Refusal.TOO_MANY:
+            failed = messages.Failed(
+                reason=refusal.value,
+                detail=f"{self._current} connections are open, and that is the limit",
+                boot=self._settings.boot,
+            )
+            # A new socket has room for these few bytes, and nobody waits if it has not.
+            with suppress(OSError):
                 sock.setblocking(False)
-                # A new socket has room for these few bytes, and nobody waits if it has not.
-                with suppress(OSError):
-                    sock.send(Connection(Role.DAEMON).send(failed))
+                sock.send(Connection(Role.DAEMON).send(failed))
+
+    async def _leave(self, sock: socket.socket) -> None:
+        try:
+            await self._settings.closer.close(sock)
+        finally:
+            self._leaving.release()
 
     async def _serve(self, number: int, sock: socket.socket) -> None:
         ending = Ending.STOPPING
         try:
-            peer = MessageSocket(sock, self._buffer)
-            session = Session(number, peer, self._ram_tier, self._settings)
-            self._sessions[number] = session
-            ending = await session.run()
+            ending = await self._converse(number, sock)
         finally:
             self._sessions.pop(number, None)
             self._current -= 1
             self._endings[ending.value] += 1
+
+    async def _converse(self, number: int, sock: socket.socket) -> Ending:
+        try:
+            peer = MessageSocket(sock, self._buffer)
+        except OSError:
+            await self._settings.closer.close(sock)
+            return Ending.BROKEN
+        session = self._sessions[number] = Session(number, peer, self._ram_tier, self._settings)
+        return await session.run()

@@ -138,7 +138,6 @@ class LogFile:
         self._lines = _Lines()
         self._in_use = threading.Lock()  # the watch of stalls logs from a thread of its own
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._open()
         except OSError as error:
             raise StartError(f"cannot log to {path}: {error.strerror}") from error
@@ -149,7 +148,7 @@ class LogFile:
         return self._lines.lost
 
     def write(self, text: str, /) -> None:
-        """Write a line, into a new file where the old one is full."""
+        """Write a line, into a new file where the old one is full or gone from its place."""
         with self._in_use:
             self._write(text.encode(errors="replace"))
 
@@ -163,12 +162,23 @@ class LogFile:
                 if self._is_too_much(data):
                     os.ftruncate(STANDARD_ERROR, 0)  # it could not be put aside
                     self._lines.bytes, self._lines.is_torn = 0, False
+        elif not self._is_in_place():
+            with suppress(OSError):
+                self._open()
         self._lines.write(data)
+
+    def _is_in_place(self) -> bool:
+        """Whether who looks for the log finds what is written to; lines are few enough to ask."""
+        try:
+            return os.path.samestat(self._path.lstat(), os.fstat(STANDARD_ERROR))
+        except OSError:
+            return False
 
     def _is_too_much(self, data: bytes) -> bool:
         return self._lines.bytes + len(data) > self._max_bytes
 
     def _open(self) -> None:
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Without waiting for a pipe's reader: the daemon must start, or say why it does not.
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         descriptor = os.open(self._path, flags | os.O_NONBLOCK, 0o600)

@@ -27,6 +27,9 @@ LINES_A_WINDOW: Final = 20
 MAX_EVENTS: Final = 256
 """Events that are told apart: they are constants of the source, of which there are fewer."""
 
+MAX_FIELD_CHARACTERS: Final = 8192
+"""Of one field: a deep stack, but not all that a client or a file says of itself."""
+
 
 class Limiter:
     """Drops lines of an event that comes too often; a processor of structlog.
@@ -116,18 +119,29 @@ def configure(file: Path | None = None) -> Limiter:
 
 def _renderers(*, is_terminal: bool) -> list[Any]:
     # Tracebacks without the values of variables: these would be prompts.
+    common = [structlog.processors.format_exc_info, _bounded]
     if is_terminal:
         return [
+            *common,
             _human_sizes,
             structlog.dev.ConsoleRenderer(
                 pad_event_to=0, exception_formatter=structlog.dev.plain_traceback
             ),
         ]
     return [
-        structlog.processors.format_exc_info,
+        *common,
         _leading,
         structlog.processors.JSONRenderer(default=str, ensure_ascii=False),
     ]
+
+
+def _bounded(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Leave out the middle of what is too long: its end says as much as its beginning."""
+    half = MAX_FIELD_CHARACTERS // 2
+    for name, value in event.items():
+        if isinstance(value, str) and len(value) > MAX_FIELD_CHARACTERS:
+            event[name] = f"{value[:half]} [...] {value[-half:]}"
+    return event
 
 
 def _human_sizes(

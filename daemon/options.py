@@ -68,8 +68,8 @@ class Options:
     ssd_bytes: str | int = _option(
         AUTO,
         SizeKind("the volume", (AUTO,)),
-        "Cap of the SSD tier; 0 turns it off. auto: 10% of the volume's free space at the start, "
-        "at most 100GiB.",
+        "Cap of the SSD tier; 0 turns it off. auto: 10% of what the volume has free at the start "
+        "or the tier holds, at most 100GiB.",
     )
     ssd_daily_write_bytes: str | int = _option(
         0,

@@ -1,8 +1,11 @@
 """What the machine gives: memory, disk, descriptors. One small function for each."""
 
+import os
 import resource
 import shutil
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +22,9 @@ MAX_CONNECTIONS: Final = 512
 
 MAX_IMAGES: Final = 100_000
 """Where descriptors are plenty (Linux): more images than this are slivers, and cost index."""
+
+COUNT_SECONDS: Final = 0.5
+"""For the size of tens of thousands of files; a slow disk must not keep RAM from serving."""
 
 _PLENTY: Final = 1 << 20
 """Descriptors where the system sets no limit."""
@@ -40,6 +46,19 @@ def volume_bytes(directory: Path) -> int:
 def free_bytes(directory: Path) -> int:
     """Free space of that volume, for this user."""
     return _usage(directory)[1]
+
+
+def held_bytes(directory: Path) -> int:
+    """Disk space of the files below ``directory``, as far as `COUNT_SECONDS` suffice to count."""
+    deadline = time.monotonic() + COUNT_SECONDS
+    total = 0
+    for path, _, names in os.walk(directory):
+        for name in names:
+            if time.monotonic() > deadline:
+                return total
+            with suppress(OSError):  # a daemon that runs may have removed it
+                total += os.lstat(os.path.join(path, name)).st_blocks * 512
+    return total
 
 
 def _usage(directory: Path) -> tuple[int, int]:

@@ -10,7 +10,6 @@ one reply at most is waiting to be read and has one too (rule L4), and bad input
 alone (rule C3).
 """
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -23,6 +22,7 @@ import structlog
 import trio
 
 from prefixcached.actors.mailbox import Outbox, ReplySlot
+from prefixcached.daemon.closing import Closer
 from prefixcached.daemon.latency import Latencies
 from prefixcached.daemon.restores import RestoreMeter
 from prefixcached.daemon.sendable import sendable
@@ -68,7 +68,7 @@ GONE_SECONDS: Final = 30.0
 the daemon from ending."""
 
 MAX_DETAIL_CHARACTERS: Final = 1000
-"""Of an error's text in `Failed`: it may quote what the client sent."""
+"""Of an error's text in `Failed` and in the log: it may quote what the client sent."""
 
 _QUICK_TURNS: Final = 2
 """Turns of the event loop in which RamTier answers most requests that it did not answer at once. A
@@ -111,7 +111,8 @@ class SessionSettings:
     """What all sessions share: the boot id, the daemon's name and version, and the deadlines.
 
     They record their requests' times in ``latencies`` and clients' restores in ``restores``;
-    ``watch`` answers the group `watch`. ``answered`` hears what they answer without RamTier.
+    ``watch`` answers the group `watch`, ``answered`` hears what they answer without RamTier, and
+    ``closer`` closes what clients leave.
     """
 
     boot: str
@@ -120,6 +121,7 @@ class SessionSettings:
     answered: Callable[[int, AnyRequest, Reply], None] = _nobody_listens
     latencies: Latencies = field(default_factory=Latencies)
     restores: RestoreMeter = field(default_factory=RestoreMeter)
+    closer: Closer = field(default_factory=Closer)
     hello_seconds: float = HELLO_SECONDS
     frame_seconds: float = FRAME_SECONDS
     send_seconds: float = SEND_SECONDS
@@ -175,9 +177,7 @@ class Session:
         try:
             return await self._guarded()
         finally:
-            self._peer.close()
-            for descriptor in self._connection.take_unclaimed():
-                os.close(descriptor)
+            sock, truncated = self._peer.detach()
             # Also when cancelled: only this message frees what the client held. RamTier outlives
             # its sessions; where it failed itself, the daemon is ending anyway.
             with (
@@ -187,6 +187,9 @@ class Session:
                 await self._tell_ram_tier(ClientGone(self.number))
             if scope.cancelled_caught:
                 log.error("RamTier hears nothing; its mailbox is full", session=self.number)
+            # Last, since it may take long; meanwhile the connection counts as open.
+            descriptors = [*truncated, *self._connection.take_unclaimed()]
+            await self._settings.closer.close(sock, descriptors)
 
     async def _guarded(self) -> Ending:
         """Converse, and turn every way that this can end into an `Ending`."""
@@ -208,6 +211,7 @@ class Session:
             log.exception("a session failed; the daemon goes on", session=self.number)
             ending, detail = Ending.INTERNAL, "the daemon failed at this request; its log says why"
         if detail:
+            detail = detail[:MAX_DETAIL_CHARACTERS]
             log.info("ended a session", session=self.number, reason=ending.value, detail=detail)
             await self._say_failed(ending, detail)
         return ending
@@ -329,10 +333,6 @@ class Session:
             self._connection.receive_eof()
 
     async def _say_failed(self, ending: Ending, detail: str) -> None:
-        failed = messages.Failed(
-            reason=ending.value,
-            detail=detail[:MAX_DETAIL_CHARACTERS],
-            boot=self._settings.boot,
-        )
+        failed = messages.Failed(reason=ending.value, detail=detail, boot=self._settings.boot)
         with suppress(ProtocolError, OSError, trio.TooSlowError):
             await self._peer.send(self._connection.send(failed), seconds=FAREWELL_SECONDS)

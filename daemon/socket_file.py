@@ -89,12 +89,18 @@ class InstanceLock:
             raise StartError(f"cannot open the lock file {self._path}: {error.strerror}") from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except (BlockingIOError, PermissionError) as error:
             holder = os.read(descriptor, 32).decode("ascii", "replace").strip() or "unknown"
             os.close(descriptor)
             raise StartError(
                 f"another prefixcached (process {holder}) holds {self._path}; stop it first, or "
                 "use --socket for a second one"
+            ) from error
+        except OSError as error:
+            os.close(descriptor)
+            raise StartError(
+                f"cannot lock {self._path}: {error.strerror}; name a socket on a volume that has "
+                "locks with --socket"
             ) from error
         # For people alone: a full disk must not keep the daemon from serving out of RAM.
         with suppress(OSError):

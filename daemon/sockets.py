@@ -64,7 +64,12 @@ class MessageSocket:
                 # XNU answers EINVAL once the peer has closed; the next read will show that.
                 with contextlib.suppress(OSError):
                     sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
+        # Linux drops urgent bytes that are read over, and descriptors with them, in `recvmsg`:
+        # that takes as long as the last close of one does (`closing`).
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, 1)
         self._socket = sock
+        self._truncated: list[int] = []
         self._buffer = memoryview(bytearray(RECEIVE_BYTES) if buffer is None else buffer)
 
     async def wait_readable(self) -> None:
@@ -90,8 +95,7 @@ class MessageSocket:
                 continue
             descriptors = _descriptors_in(ancillary)
             if flags & _TRUNCATED:
-                for descriptor in descriptors:
-                    os.close(descriptor)
+                self._truncated += descriptors
                 raise RemoteProtocolError(
                     "the peer sent descriptors that this process had no room for"
                 )
@@ -145,15 +149,29 @@ class MessageSocket:
                 return 0
             raise
 
+    def detach(self) -> tuple[socket.socket, list[int]]:
+        """Give up the socket, for the caller to close, and the rest of what came truncated.
+
+        A task that waits on it fails with `trio.ClosedResourceError`, and the peer reads the end of
+        the stream.
+        """
+        trio.lowlevel.notify_closing(self._socket)
+        with contextlib.suppress(OSError):  # the peer is gone already
+            self._socket.shutdown(socket.SHUT_WR)
+        truncated, self._truncated = self._truncated, []
+        return self._socket, truncated
+
     def close(self) -> None:
-        """Close the socket; a task that waits on it fails with `trio.ClosedResourceError`.
+        """Close the socket at once, as `detach`: for a peer that is trusted (see `closing`).
 
         A second call does nothing.
         """
         if self._socket.fileno() < 0:
             return
-        trio.lowlevel.notify_closing(self._socket)
-        self._socket.close()
+        sock, truncated = self.detach()
+        sock.close()
+        for descriptor in truncated:
+            os.close(descriptor)
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int | None]:

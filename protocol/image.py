@@ -82,6 +82,11 @@ class ImageSpec(msgspec.Struct, frozen=True):
     tensors: Annotated[tuple[StateTensor, ...], msgspec.Meta(max_length=limits.MAX_TENSORS)] = ()
     metadata: Annotated[bytes, msgspec.Meta(max_length=limits.MAX_METADATA_BYTES)] = b""
 
+    @property
+    def is_snapshot(self) -> bool:
+        """Whether it is a checkpoint with state or attachments, not one of window rows alone."""
+        return self.kind is ImageKind.CHECKPOINT and bool(self.tensors or self.metadata)
+
 
 class Extent(msgspec.Struct, frozen=True):
     """Where one tensor lies in its image.

@@ -10,7 +10,7 @@ import stat
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import platformdirs
 
@@ -42,18 +42,23 @@ def socket_path(environment: Mapping[str, str] | None = None) -> Path:
     On macOS the default is ``~/Library/Application Support/prefixcached/prefixcached.sock``. On
     Linux it is ``prefixcached/prefixcached.sock`` in ``$XDG_RUNTIME_DIR``, else in
     ``/run/user/UID`` where that exists (a job of cron or ssh has no variable and must find the
-    same daemon), else in the user's state directory.
+    same daemon), else in the user's state directory. Where nobody says where the user's home is, a
+    place that the system would have made is named, since a client is not to end for that.
     """
     variables = os.environ if environment is None else environment
     named = variables.get(SOCKET_VARIABLE)
     if named:
         return expanded(named)
-    if sys.platform == "darwin":
-        return platformdirs.user_data_path(_APPLICATION) / _SOCKET_NAME
-    for runtime in (variables.get("XDG_RUNTIME_DIR", ""), f"/run/user/{os.getuid()}"):
-        if os.path.isabs(runtime) and os.path.isdir(runtime):
-            return Path(runtime) / _APPLICATION / _SOCKET_NAME
-    return platformdirs.user_state_path(_APPLICATION) / _SOCKET_NAME
+    system = f"/run/user/{os.getuid()}"
+    try:
+        if sys.platform == "darwin":
+            return platformdirs.user_data_path(_APPLICATION) / _SOCKET_NAME
+        for runtime in (variables.get("XDG_RUNTIME_DIR", ""), system):
+            if os.path.isabs(runtime) and os.path.isdir(runtime):
+                return Path(runtime) / _APPLICATION / _SOCKET_NAME
+        return platformdirs.user_state_path(_APPLICATION) / _SOCKET_NAME
+    except RuntimeError:
+        return Path(system) / _APPLICATION / _SOCKET_NAME
 
 
 def expanded(written: str | os.PathLike[str]) -> Path:
@@ -114,25 +119,53 @@ def log_file() -> Path:
 
 def service_files() -> tuple[Path, ...]:
     """The files whose presence says that a service holds a socket, which they name."""
-    config_home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    try:
+        home = Path.home()
+    except RuntimeError:  # no HOME, and no entry of the user: nobody has installed anything there
+        return ()
+    config_home = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")
     return (
-        Path.home() / "Library" / "LaunchAgents" / f"{SERVICE_LABEL}.plist",
+        home / "Library" / "LaunchAgents" / f"{SERVICE_LABEL}.plist",
         config_home / "systemd" / "user" / f"{_APPLICATION}.socket",
     )
 
 
 def service_of(socket: Path) -> Path | None:
     """The file of a service that holds the socket at this path; None where none is installed."""
-    path = os.fsencode(socket)
-    # As it is, as a unit has it, where % begins a specifier, and as a property list has it.
-    forms = {
-        path,
-        path.replace(b"%", b"%%"),
-        path.replace(b"&", b"&amp;").replace(b"<", b"&lt;").replace(b">", b"&gt;"),
-    }
-    for file in service_files():
-        with contextlib.suppress(OSError):
-            content = file.read_bytes()
-            if any(form in content for form in forms):
-                return file
+    return next((file for file in service_files() if service_socket(file) == socket), None)
+
+
+def service_socket(file: Path) -> Path | None:
+    """The socket that one of the `service_files` names; None where it is not there or names none.
+
+    Never raises: a client asks on its way to a miss.
+    """
+    if file.suffix == ".plist":
+        with contextlib.suppress(LookupError, TypeError):
+            return Path(property_list(file)["Sockets"]["Listener"]["SockPathName"])
+    else:
+        for path in unit_values(file, "ListenStream"):
+            return Path(path.replace("%%", "%"))  # where % begins a specifier
     return None
+
+
+def property_list(file: Path) -> dict[str, Any]:
+    """What the property list of an agent says; nothing where the file is not there, or none."""
+    import plistlib  # which most clients never need
+
+    # A damaged file raises whatever expat and the classes of its values do.
+    with contextlib.suppress(Exception):
+        found = plistlib.loads(file.read_bytes())
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def unit_values(file: Path, name: str) -> list[str]:
+    """What stands behind ``name=`` in a unit of systemd; nothing where the file is not there."""
+    try:
+        lines = os.fsdecode(file.read_bytes()).split("\n")
+    except OSError:
+        return []
+    pairs = (line.partition("=") for line in lines)
+    return [value.strip() for key, _, value in pairs if key.strip() == name]

@@ -258,9 +258,9 @@ def _usable(part: Part, group: int, length: int) -> tuple[Range, ...]:
 def _snapshot_at(
     length: int, checkpoint: ImageSpec | None, parts: Sequence[Part]
 ) -> ImageSpec | None:
-    """Return the checkpoint that stands at ``length``; another may be lent for its window rows."""
+    """Return the snapshot at ``length``; other checkpoints may be lent for their window rows."""
     for spec in (checkpoint, *(part.spec for part in parts)):
-        if spec is not None and spec.kind is ImageKind.CHECKPOINT and spec.end == length:
+        if spec is not None and spec.is_snapshot and spec.end == length:
             return spec
     return None
 

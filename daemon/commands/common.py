@@ -1,5 +1,6 @@
 """What commands share: the socket option, values as text, how a failure becomes an exit code."""
 
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -25,6 +26,19 @@ UNBOUNDED_COLUMNS: Final = 10_000
 """Where no terminal is: whatever reads it wants whole lines."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class FiniteRange(click.FloatRange):
+    """A range of numbers: to click, nan lies in every one."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """See `click.ParamType.convert`."""
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
 
 
 class NoDaemonFailure(click.ClickException):

@@ -24,9 +24,10 @@ from prefixcached.daemon.commands.differences import Finding, check_differences,
 from prefixcached.daemon.commands.option_flags import config_option
 from prefixcached.daemon.commands.service import of_this_platform
 from prefixcached.daemon.options import OptionError, Options
+from prefixcached.daemon.service.installed import Told, installed
 from prefixcached.daemon.service.plan import ServiceError, make_plan
 from prefixcached.daemon.sizes import bytes_text
-from prefixcached.protocol.paths import MAX_SOCKET_PATH_BYTES, service_files
+from prefixcached.protocol.paths import MAX_SOCKET_PATH_BYTES, SOCKET_VARIABLE, service_files
 
 FEW_IMAGES: Final = 1000
 """Images that the descriptor limit should allow: below it, small prompts push each other out."""
@@ -48,6 +49,9 @@ def doctor(socket: Path, config_file: Path | None, *, as_json: bool) -> None:
     Ends with 1 if something is broken, 3 if only the daemon does not run, else 0.
     """
     socket = socket.absolute()
+    told = installed()
+    if config_file is None and told is not None and told.socket == socket:
+        config_file = told.config_file
     findings, chosen = check_configuration(config_file)
     findings.extend(check_socket(socket))
     report, answer = ask(socket, again=_how_to_restart())
@@ -224,8 +228,11 @@ def check_report(report: Mapping[str, Any]) -> Iterator[Finding]:
 
 def check_service(socket: Path, config_file: Path | None) -> Iterator[Finding]:
     """Compare the service's file with what would be installed, and with what is loaded."""
+    told = installed() or Told(socket, config_file, is_resident=False)
     try:
-        supervisor = of_this_platform(make_plan(socket, config_file=config_file))
+        supervisor = of_this_platform(
+            make_plan(told.socket, config_file=told.config_file, is_resident=told.is_resident)
+        )
         present = [path for path in supervisor.files if path.is_file()]
         if not present:
             yield Finding("ok", "service", "none is installed")
@@ -239,10 +246,15 @@ def check_service(socket: Path, config_file: Path | None) -> Iterator[Finding]:
         loaded = supervisor.is_loaded()
         mismatches = supervisor.mismatches() if loaded else []
         expected = supervisor.render()
-    except (ServiceError, OptionError) as error:
+    except ServiceError as error:
         yield Finding("warning", "service", str(error), "prefixcached service install")
         return
     again = "prefixcached service install"
+    if told.socket != socket:
+        yield Finding(
+            "warning", "service", f"it listens at {told.socket}, not at {socket}",
+            f"{again} --socket '{socket}', or unset {SOCKET_VARIABLE}",
+        )  # fmt: skip
     differs = [path for path, text in expected.items() if _content(path) != text]
     if differs:
         yield Finding("warning", "service", f"{differs[0]} is not what this version writes", again)

@@ -12,6 +12,7 @@ import click
 from prefixcached.daemon.commands.common import (
     COMMAND_SECONDS,
     EXIT_FAILED,
+    FiniteRange,
     reported_failures,
     see,
     socket_option,
@@ -36,7 +37,7 @@ MOST_SECONDS: Final = 86400.0
 @socket_option
 @click.option(
     "--timeout",
-    type=click.FloatRange(0, MOST_SECONDS, min_open=True),
+    type=FiniteRange(0, MOST_SECONDS, min_open=True),
     default=FLUSH_SECONDS,
     show_default=True,
     help="Seconds to wait at most.",

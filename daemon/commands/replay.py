@@ -15,7 +15,7 @@ import click
 
 from prefixcached.daemon import options
 from prefixcached.daemon.command_group import WrongUsage
-from prefixcached.daemon.commands.common import counted, plain, terminal, waiting_for
+from prefixcached.daemon.commands.common import FiniteRange, counted, plain, terminal, waiting_for
 from prefixcached.daemon.commands.leaving import leaving_cleanly
 from prefixcached.daemon.commands.option_flags import OTHERS, option_flags
 from prefixcached.daemon.commands.replay_daemon import replay_daemon
@@ -57,7 +57,7 @@ NOTE_ON_TIME: Final = (
 @option_flags
 @click.option(
     "--speed",
-    type=click.FloatRange(min=0.0),
+    type=FiniteRange(min=0.0),
     default=0.0,
     metavar="FACTOR",
     help="1: in the record's time; 0: no waiting [0]",

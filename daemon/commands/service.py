@@ -9,25 +9,29 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
+from prefixcached.daemon import config, options
 from prefixcached.daemon.command_group import CommandGroup
 from prefixcached.daemon.commands.asking import reported_by
 from prefixcached.daemon.commands.common import (
     COMMAND_SECONDS,
     age_text,
     reported_failures,
+    say,
     socket_option,
 )
 from prefixcached.daemon.commands.option_flags import config_option
 from prefixcached.daemon.errors import StartError
 from prefixcached.daemon.options import OptionError
 from prefixcached.daemon.service import running
+from prefixcached.daemon.service.installed import installed
 from prefixcached.daemon.service.launch_agent import LaunchAgent
 from prefixcached.daemon.service.plan import Service, ServiceError, ServicePlan, make_plan
 from prefixcached.daemon.service.purge import purge as purge_plan
 from prefixcached.daemon.service.systemd_units import SystemdUnits
 from prefixcached.daemon.socket_file import check_path
-from prefixcached.protocol.paths import log_file
+from prefixcached.protocol.paths import SOCKET_VARIABLE, log_file
 
 
 @click.group(
@@ -45,12 +49,17 @@ def service() -> None:
 @service.command(epilog="Example: prefixcached service install --resident")
 @socket_option
 @config_option
-@click.option("--resident", is_flag=True, help="Start at login, not at the first connection.")
-def install(socket: Path, config_file: Path | None, *, resident: bool) -> None:
-    """Write the service's files, load it, and check that it answers."""
+@click.option(
+    "--resident/--no-resident", default=None, help="Start at login, not at the first connection."
+)
+def install(socket: Path, config_file: Path | None, *, resident: bool | None) -> None:
+    """Write the service's files, load it, and check that it answers.
+
+    What is not given stays as it was installed before.
+    """
     with _failures():
-        check_path(socket.absolute())
-        plan = make_plan(socket, config_file=config_file, is_resident=resident)
+        plan = _new_plan(socket, config_file or options.named_file(), resident)
+        check_path(plan.socket)
         _say(of_this_platform(plan).install())
         try:
             _verify(plan)
@@ -68,15 +77,16 @@ def install(socket: Path, config_file: Path | None, *, resident: bool) -> None:
 def uninstall(socket: Path, config_file: Path | None, *, purge: bool) -> None:
     """Stop the daemon and remove the service; say what was removed."""
     with _failures():
-        plan = make_plan(socket, config_file=config_file)
+        plan = _plan(socket, config_file)
+        state_dir = _state_dir(plan) if purge else None
         _say(of_this_platform(plan).uninstall())
-        if purge:
+        if state_dir is not None:
             if running.is_locked(plan.lock_file):
                 raise ServiceError(
                     f"a daemon still runs at {plan.socket}{running.how_to_end(plan.lock_file)}, "
                     "then run this again"
                 )
-            _say(purge_plan(plan))
+            _say(purge_plan(plan, state_dir))
 
 
 @service.command(epilog="Example: prefixcached service start")
@@ -84,7 +94,7 @@ def uninstall(socket: Path, config_file: Path | None, *, purge: bool) -> None:
 def start(socket: Path) -> None:
     """Start the daemon and check that it answers."""
     with _failures():
-        plan = make_plan(socket)
+        plan = _plan(socket)
         _say(of_this_platform(plan).start())
         _verify(plan)
 
@@ -94,7 +104,7 @@ def start(socket: Path) -> None:
 def stop(socket: Path) -> None:
     """End the daemon; it stays down until `start` or the next login."""
     with _failures():
-        _say(of_this_platform(make_plan(socket)).stop())
+        _say(of_this_platform(_plan(socket)).stop())
 
 
 @service.command(epilog="Example: prefixcached service restart")
@@ -102,7 +112,7 @@ def stop(socket: Path) -> None:
 def restart(socket: Path) -> None:
     """End the daemon gracefully, load the service's file again, and start it."""
     with _failures():
-        plan = make_plan(socket)
+        plan = _plan(socket)
         supervisor = of_this_platform(plan)
         _say(supervisor.stop())
         _say(supervisor.start())
@@ -114,10 +124,10 @@ def restart(socket: Path) -> None:
 def status(socket: Path) -> None:
     """Say whether the service is installed and loaded, and whether the daemon answers."""
     with _failures():
-        plan = make_plan(socket)
+        plan = _plan(socket)
         supervisor = of_this_platform(plan)
-        installed = all(path.is_file() for path in supervisor.files)
-        click.echo(f"installed  {'yes' if installed else 'no'}  {supervisor.files[0]}")
+        is_installed = all(path.is_file() for path in supervisor.files)
+        click.echo(f"installed  {'yes' if is_installed else 'no'}  {supervisor.files[0]}")
         if reason := supervisor.absence():
             click.echo(f"loaded     no: {reason}")
         else:
@@ -136,7 +146,7 @@ def status(socket: Path) -> None:
 def logs(socket: Path, lines: int, *, follow: bool) -> None:
     """Show the daemon's log."""
     with _failures():
-        plan = make_plan(socket)
+        plan = _plan(socket)
         supervisor = of_this_platform(plan)
         if not any(path.is_file() for path in supervisor.files):
             raise ServiceError(f"no service is installed. {_where_others_log(plan.socket)}")
@@ -147,6 +157,70 @@ def logs(socket: Path, lines: int, *, follow: bool) -> None:
         os.execvp(command[0], command)  # noqa: S606  (a list, and this process is done)
     except OSError as error:
         raise click.ClickException(f"cannot run {command[0]}: {error.strerror}") from error
+
+
+def _new_plan(socket: Path, config_file: Path | None, is_resident: bool | None) -> ServicePlan:
+    """The plan of a service to install: what nobody gives stays as it is in the installed one.
+
+    Raises:
+        OptionError: The daemon could not read its configuration.
+    """
+    old = installed()
+    kept = []
+    if old is not None:
+        if not _is_flag("socket") and not os.environ.get(SOCKET_VARIABLE):
+            socket = old.socket
+            kept.append(f"--socket {socket}")
+        if config_file is None and old.config_file is not None:
+            config_file = old.config_file
+            kept.append(f"--config {config_file}")
+        if is_resident is None and old.is_resident:
+            is_resident = True
+            kept.append("--resident")
+    if kept:
+        say(f"as it was installed before: {' '.join(kept)}")
+    # The service does not see the variables of this shell.
+    options.gather({}, file=config_file, environment={})
+    return make_plan(socket, config_file=config_file, is_resident=bool(is_resident))
+
+
+def _plan(socket: Path, config_file: Path | None = None) -> ServicePlan:
+    """The plan of the installed service; of one at ``socket`` where none is installed.
+
+    Raises:
+        ServiceError: Another socket than the installed one's was asked for.
+    """
+    old = installed()
+    if old is None:
+        return make_plan(socket, config_file=config_file)
+    if old.socket != socket.absolute():
+        where = f"the installed service listens at {old.socket}"
+        if _is_flag("socket"):
+            raise ServiceError(f"{where}, not at {socket}; leave --socket away")
+        say(where, err=True)
+    return make_plan(old.socket, config_file=config_file or old.config_file)
+
+
+def _state_dir(plan: ServicePlan) -> Path:
+    """Where the daemon of ``plan`` keeps its files; a service sees no variables of this shell.
+
+    Raises:
+        OptionError: The configuration, which says so, is wrong.
+    """
+    chosen = options.options_of(
+        options.gather(
+            {},
+            file=plan.config_file if plan.extra else None,
+            environment=None if installed() is None else {},
+        )
+    )
+    return chosen.state_dir or config.default_state_dir()
+
+
+def _is_flag(name: str) -> bool:
+    """Whether the command line gives a value, and not the environment or the default."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source is ParameterSource.COMMANDLINE
 
 
 def _where_others_log(socket: Path) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from prefixcached.daemon.command_group import WrongUsage
-from prefixcached.daemon.commands.common import reported_failures, socket_option
+from prefixcached.daemon.commands.common import FiniteRange, reported_failures, socket_option
 from prefixcached.daemon.commands.watching import Look, Watcher
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ DEFAULT_SECONDS: Final = 1.0
 @socket_option
 @click.option(
     "--interval",
-    type=click.FloatRange(0.2, 60.0),
+    type=FiniteRange(0.2, 60.0),
     default=DEFAULT_SECONDS,
     show_default=True,
     metavar="SECONDS",

@@ -102,13 +102,7 @@ class LaunchAgent:
             ServiceError: Homebrew runs it, or launchd refuses.
         """
         self._refuse_homebrew()
-        plan = self._plan
-        if not self.is_loaded():
-            running.refuse_outsider(plan)
-        # launchd creates neither: without them it would bind nowhere and log nowhere.
-        running.make_private(plan.socket.parent)
-        running.make_private(plan.log_dir)
-        running.make_private(plan.state_dir)
+        self._make_way()
         said = self.stop() if self.is_loaded() else []
         before = running.contents_of(self.files)
         try:
@@ -130,10 +124,11 @@ class LaunchAgent:
         """See `plan.Service`.
 
         Raises:
-            ServiceError: It is not installed, or launchd refuses.
+            ServiceError: It is not installed, another daemon has the socket, or launchd refuses.
         """
         if not self._plan.agent_file.is_file():
             raise ServiceError("no service is installed; run: prefixcached service install")
+        self._make_way()
         said = [] if self.is_loaded() else self._load()
         domain = self._loaded_domain(LABEL) or self._domain()
         # Without -k, which would be an immediate SIGKILL of one that runs.
@@ -153,7 +148,8 @@ class LaunchAgent:
             return ["not loaded"]
         self._call("kill", "SIGTERM", f"{domain}/{LABEL}")
         said = []
-        if not running.wait_until_gone(self._plan.lock_file, self._pause):
+        lock_file = running.lock_of_installed(self._plan.agent_file, self._plan)
+        if not running.wait_until_gone(lock_file, self._pause):
             said.append("the daemon did not end in time; launchd ends it now")
         for _ in range(ATTEMPTS):
             status, text = self._call("bootout", f"{domain}/{LABEL}")
@@ -194,6 +190,22 @@ class LaunchAgent:
         return ["tail", "-n", str(lines), *(["-F"] if follow else []), str(self._plan.log_file)]
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _make_way(self) -> None:
+        """See to it that launchd can bind the socket and log.
+
+        Raises:
+            ServiceError: A daemon that launchd did not start has the socket.
+        """
+        plan = self._plan
+        if (
+            running.lock_of_installed(plan.agent_file, plan) != plan.lock_file
+            or not self.is_loaded()
+        ):
+            running.refuse_outsider(plan)
+        # launchd creates neither: without them it would bind nowhere and log nowhere.
+        running.make_private(plan.socket.parent)
+        running.make_private(plan.log_dir)
 
     def _load(self) -> list[str]:
         domain = self._domain()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
-from prefixcached.daemon import config, options
+from prefixcached.daemon import options
 from prefixcached.protocol.paths import SERVICE_LABEL, log_file
 
 LABEL: Final = SERVICE_LABEL
@@ -36,7 +36,6 @@ class ServicePlan:
         socket: Where it listens.
         home: The user's home directory.
         log_dir: Directory of the log file (macOS; systemd keeps a journal).
-        state_dir: What is on SSD.
         config_file: The configuration file that the daemon reads.
         extra: More arguments of `serve`.
         is_resident: Start at login and again after a crash, not at the first connection.
@@ -46,7 +45,6 @@ class ServicePlan:
     socket: Path
     home: Path
     log_dir: Path
-    state_dir: Path
     config_file: Path
     extra: tuple[str, ...] = ()
     is_resident: bool = False
@@ -64,7 +62,7 @@ class ServicePlan:
     @property
     def lock_file(self) -> Path:
         """Held by a running daemon."""
-        return self.socket.with_name(f"{self.socket.name}.lock")
+        return lock_of(self.socket)
 
     @property
     def agent_file(self) -> Path:
@@ -76,6 +74,11 @@ class ServicePlan:
         """Where systemd finds a user's units."""
         base = os.environ.get("XDG_CONFIG_HOME") or str(self.home / ".config")
         return Path(base) / "systemd" / "user"
+
+
+def lock_of(socket: Path) -> Path:
+    """Held by a daemon that runs at ``socket``."""
+    return socket.with_name(f"{socket.name}.lock")
 
 
 class Service(Protocol):
@@ -134,17 +137,13 @@ def make_plan(
 
     Raises:
         ServiceError: The console script cannot be found.
-        OptionError: The configuration is wrong.
     """
-    home = Path.home()
-    settings = options.options_of(options.gather({}, file=config_file))
     extra = () if config_file is None else ("--config", str(config_file.absolute()))
     return ServicePlan(
         program=console_script(sys.argv[0]),
         socket=socket.absolute(),
-        home=home,
+        home=Path.home(),
         log_dir=log_file().parent,
-        state_dir=settings.state_dir or config.default_state_dir(),
         config_file=config_file or options.default_file(),
         extra=extra,
         is_resident=is_resident,

@@ -30,40 +30,40 @@ _STATE_TREES: Final = (
 )
 
 
-def purge(plan: ServicePlan) -> Iterator[str]:
+def purge(plan: ServicePlan, state_dir: Path) -> Iterator[str]:
     """Remove all that the daemon of ``plan`` may have left; yield a line for people on each.
 
-    Directories go where that leaves them empty.
+    Directories go where that leaves them empty. ``state_dir`` is what it had on SSD.
 
     Raises:
         ServiceError: Something of it stays.
     """
-    for path in _files(plan):
+    for path in _files(plan, state_dir):
         if running.remove(path):
             yield f"removed {path}"
-    if _is_state_dir(plan.state_dir):
+    if _is_state_dir(state_dir):
         for name in _STATE_TREES:
-            if running.remove_tree(plan.state_dir / name):
-                yield f"removed {plan.state_dir / name}"
-    for directory in _directories(plan):
+            if running.remove_tree(state_dir / name):
+                yield f"removed {state_dir / name}"
+    for directory in _directories(plan, state_dir):
         if running.remove_empty(directory):
             yield f"removed {directory}"
 
 
-def _files(plan: ServicePlan) -> Iterator[Path]:
-    if _is_state_dir(plan.state_dir):
+def _files(plan: ServicePlan, state_dir: Path) -> Iterator[Path]:
+    if _is_state_dir(state_dir):
         for pattern in _STATE_FILES:
-            yield from sorted(plan.state_dir.glob(pattern))
+            yield from sorted(state_dir.glob(pattern))
     if _is_socket(plan.socket):  # a wrong --socket must not cost anybody a file
         yield plan.socket
     yield from (plan.lock_file, start_lock(plan.socket), plan.config_file)
     yield from (plan.log_file, plan.log_file.with_name(f"{plan.log_file.name}.1"))
 
 
-def _directories(plan: ServicePlan) -> Iterator[Path]:
+def _directories(plan: ServicePlan, state_dir: Path) -> Iterator[Path]:
     """Those that may go if nothing is in them; the user keeps one that they named."""
     yield plan.log_dir
-    parents = (plan.log_dir.parent, plan.state_dir, plan.socket.parent, plan.config_file.parent)
+    parents = (plan.log_dir.parent, state_dir, plan.socket.parent, plan.config_file.parent)
     yield from (path for path in parents if path.name == OURS)
 
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from prefixcached.daemon.service.plan import ServiceError, ServicePlan
+from prefixcached.daemon.service.plan import ServiceError, ServicePlan, lock_of
+from prefixcached.protocol.paths import service_socket
 
 STOP_SECONDS: Final = 30.0
 """For the daemon to finish its writes: twice its own deadline, and what launchd gives it."""
@@ -21,8 +22,9 @@ START_SECONDS: Final = 20.0
 POLL_SECONDS: Final = 0.1
 """Between two looks: nobody waits for it but a person."""
 
-PROGRAM_SECONDS: Final = 30.0
-"""For launchctl or systemctl, which answer at once unless the system hangs."""
+PROGRAM_SECONDS: Final = 45.0
+"""For launchctl or systemctl, which answer at once unless the system hangs; `systemctl stop` only
+after the 30 s of TimeoutStopSec where the daemon must be killed."""
 
 Pause = Callable[[float], None]
 
@@ -168,11 +170,18 @@ def is_locked(lock_file: Path) -> bool:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except (BlockingIOError, PermissionError):
         return True
+    except OSError:  # on a volume without locks no daemon can hold one
+        return False
     finally:
         os.close(descriptor)
     return False
+
+
+def lock_of_installed(file: Path, plan: ServicePlan) -> Path:
+    """The lock of the daemon whose service ``file`` defines: ``plan`` may be for another socket."""
+    return lock_of(service_socket(file) or plan.socket)
 
 
 def refuse_outsider(plan: ServicePlan) -> None:

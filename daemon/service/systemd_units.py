@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from prefixcached.daemon.service import running
+from prefixcached.daemon.service.installed import ENABLED_LINK
 from prefixcached.daemon.service.plan import UNIT, ServiceError, ServicePlan
 from prefixcached.daemon.service.running import Pause
 
@@ -30,7 +31,7 @@ WITHOUT_A_SERVICE: Final = (
 
 _ENABLED: Final = (
     Path("sockets.target.wants", SOCKET_UNIT),
-    Path("default.target.wants", SERVICE_UNIT),
+    ENABLED_LINK / SERVICE_UNIT,
 )
 """The links in the directory of the units by which systemd knows that they are enabled."""
 
@@ -118,8 +119,7 @@ class SystemdUnits:
             ServiceError: There is no systemd for users, or it refuses.
         """
         self._require_manager()
-        if not self.is_loaded():
-            running.refuse_outsider(self._plan)
+        self._refuse_outsider()
         said = self.stop() if self.is_loaded() else []
         before = running.contents_of(self.files)
         try:
@@ -150,20 +150,23 @@ class SystemdUnits:
         """See `plan.Service`.
 
         Raises:
-            ServiceError: It is not installed, or systemd refuses.
+            ServiceError: It is not installed, another daemon has the socket, or systemd refuses.
         """
         if not all(path.is_file() for path in self.files):
             raise ServiceError("no service is installed; run: prefixcached service install")
         self._require_manager()
+        self._refuse_outsider()
         self._must("start", SOCKET_UNIT, SERVICE_UNIT)
         return ["started"]
 
     def stop(self) -> list[str]:
         """See `plan.Service`."""
         self._require_manager()
+        is_active = self._is_active()
         # The socket first: a connection meanwhile would start the service again.
         self._must("stop", SOCKET_UNIT, SERVICE_UNIT)
-        running.wait_until_gone(self._plan.lock_file, self._pause)
+        if is_active:  # else whoever has the lock is not systemd's to end
+            running.wait_until_gone(self._installed_lock(), self._pause)
         return ["stopped"]
 
     def mismatches(self) -> list[str]:
@@ -192,6 +195,17 @@ class SystemdUnits:
         ]  # fmt: skip
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _installed_lock(self) -> Path:
+        return running.lock_of_installed(self._plan.unit_dir / SOCKET_UNIT, self._plan)
+
+    def _is_active(self) -> bool:
+        """Whether one of both runs: a service may go on after its socket unit has failed."""
+        return not self._call("is-active", "--quiet", SOCKET_UNIT, SERVICE_UNIT)[0]
+
+    def _refuse_outsider(self) -> None:
+        if self._installed_lock() != self._plan.lock_file or not self._is_active():
+            running.refuse_outsider(self._plan)
 
     def _require_manager(self) -> None:
         reason = self.absence()

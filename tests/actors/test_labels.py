@@ -274,3 +274,19 @@ def test_a_label_expires_by_the_time_since_its_use() -> None:
     Client(core).store(TALK, label="talk")
     core.advance(200)
     assert core.statistics().labels == 0
+
+
+def test_a_label_marks_nothing_that_has_left_meanwhile() -> None:
+    """S1: a put that waited beside this one evicted it before its label was set."""
+    core = Core(small_config(ram_bytes=2 * PAGE, segment_min_tokens=1), auto_seal=False)
+    client, other = Client(core), Client(core, session=2)
+    twin, leaf = sequence(20), sequence(20, 1)
+    grant = client.grant(twin)
+    other.grant(leaf)
+    labelled = Client(core, session=3).offer(twin, label="talk")
+    Client(core, session=4).offer((*leaf[:18], 7, 8))
+    core.call(1, wire.Commit(grant.put))
+    core.clock += 2.5
+    core.finish_seal()
+    assert isinstance(labelled.reply, wire.Stored)
+    assert all(label.entry is None or label.entry.attached for label in core.labels.labels.values())

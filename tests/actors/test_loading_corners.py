@@ -338,3 +338,27 @@ def test_a_namespace_whose_only_file_could_not_be_placed_holds_nothing() -> None
     schemas = {file.entry.header.schema_digest: file.schema}
     core.send(Loaded((file.entry, copied), schemas, done=True))
     assert set(core.index.namespaces) == {"plain/a"}
+
+
+@pytest.mark.parametrize("first", ["child", "checkpoint"])
+def test_what_a_scan_that_broke_off_could_not_place_is_placed_by_the_next(first: str) -> None:
+    """D7, D10: its parents were found once the volume was back."""
+    disk, _ = filled()
+    files = [file.entry for file in disk.files.values()]
+    schemas = {f.entry.header.schema_digest: f.schema for f in disk.files.values() if f.schema}
+    is_checkpoint = [f.header.kind is ImageKind.CHECKPOINT for f in files]
+    early = [
+        f for f, checkpoint in zip(files, is_checkpoint, strict=True)
+        if (checkpoint if first == "checkpoint" else bool(f.header.parent) and not checkpoint)
+    ]  # fmt: skip
+    late = [f for f in files if f not in early]
+    core = starting()
+    core.send(Loaded(tuple(early), schemas))
+    core.send(Loaded((), done=True, later=True))
+    assert len(core.index.unattached) == len(early)
+    core.send(Loaded(tuple(late), schemas))
+    core.send(Loaded((), done=True))
+    assert core.index.unattached == {}
+    assert core.loads.unattached == 0
+    assert len(core.index.entries) == len(files)
+    assert core.index.ssd.bytes == sum(f.allocated_bytes for f in files)

@@ -88,6 +88,15 @@ def test_rows_alone_and_a_snapshot_share_a_position() -> None:
     assert client.contains(tokens[:30], "hybrid-ring/a")
 
 
+def test_without_its_snapshot_a_position_gets_no_rows() -> None:
+    """P2, E11: where a snapshot near is enough, rows alone would make nothing resumable."""
+    client = Client(Core(small_config(checkpoint_min_tokens=8)))
+    tokens = sequence(60)
+    for length in (60, 25):
+        client.store(tokens[:length], "hybrid-ring/a", state=True)
+    assert client.put(tokens[:30], "hybrid-ring/a", state=True) == wire.Stored(0, 30)
+
+
 def test_missing_rows_of_a_held_end_come_with_the_checkpoint() -> None:
     """P2: an end inside a longer entry gets the rows that no image of its path has."""
     client = Client(Core())

@@ -180,3 +180,15 @@ def test_a_file_of_another_size_than_its_schema_says_is_damage(store: Store) -> 
     path.write_bytes(forged(path.read_bytes(), msgspec.json.encode(header).decode()))
     assert found(store) == [other]
     assert not path.exists()
+
+
+def test_a_file_that_a_later_scan_can_read_is_charged_once(store: Store, system: OrderedFs) -> None:
+    """D4, D5: what was unreadable in a scan that broke off is an entry of the next."""
+    entry = write(store, segment())
+    system.unreadable = Path(entry.path).name
+    assert found(store) == []
+    assert store.other_bytes > 0
+    charged = store.other_bytes
+    system.unreadable = ""
+    assert found(store) == [entry]
+    assert store.other_bytes == charged - entry.allocated_bytes

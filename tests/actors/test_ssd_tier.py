@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import pytest
 import trio
 import trio.testing
@@ -97,6 +98,11 @@ class Desk:
         outcome = await self.hear(Written)
         assert outcome.entry is not None, outcome
         return outcome.entry
+
+    async def prepared(self) -> None:
+        """Return once the directory is."""
+        await self.tell(SyncAll(1))
+        await self.hear(Synced)
 
     async def stop(self) -> None:
         """Close the mailbox and hear all that is still said."""
@@ -370,8 +376,8 @@ async def test_all_that_a_write_puts_on_the_disk_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["directory", "link", "pipe"])
 async def test_a_meter_that_is_no_file_is_set_aside(tmp_path: Path, kind: str) -> None:
     """D6, D7: it counts as empty and turns nothing off, and the next one survives a restart."""
-    async with running(tmp_path / "state"):
-        pass
+    async with running(tmp_path / "state") as desk:
+        await desk.prepared()
     meter = tmp_path / "state" / METER_NAME
     match kind:
         case "directory":
@@ -382,6 +388,7 @@ async def test_a_meter_that_is_no_file_is_set_aside(tmp_path: Path, kind: str) -
             os.mkfifo(meter)
     for seed in range(2):
         async with running(tmp_path / "state") as desk:
+            await desk.prepared()
             assert (desk.tier.statistics().written_today_bytes > 0) is (seed > 0)
             await desk.written(segment(seed=seed))
             assert desk.tier.statistics().is_healthy
@@ -867,6 +874,50 @@ async def test_a_flush_finds_that_the_directory_was_deleted(tmp_path: Path) -> N
         assert desk.tier.statistics().directories_lost == 1
 
 
+async def test_lost_files_are_told_before_the_disk_works_again(tmp_path: Path) -> None:
+    """D7: who hears that it works queues what RAM has, and must know what is no longer durable."""
+    system = FullFs()
+    system.full = False
+    async with running(tmp_path / "state", system) as desk:
+        await desk.written(segment(seed=1))
+        system.full = True
+        await desk.write(segment(seed=2))
+        assert (await desk.hear(Written)).retry
+        desk.all.clear()
+        shutil.rmtree(tmp_path / "state")
+        system.full = False
+        while not (await desk.hear(DiskChanged)).healthy:
+            pass
+        assert len(desk.heard_of(FilesLost)) == 1
+
+
+class Steps(trio.abc.Instrument):
+    """Counts the steps of all tasks."""
+
+    count = 0
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        self.count += 1
+
+
+async def test_trash_that_waits_for_the_scan_does_not_keep_the_loop_busy(tmp_path: Path) -> None:
+    """D7, M1: a clear that works while the disk counts as failing leaves its trash until then."""
+    other = Store(tmp_path / "state", QuickFs(), min_free_bytes=0)
+    other.prepare()
+    config = SsdTierConfig(retry_first_seconds=1000.0, retry_most_seconds=1000.0)
+    async with running(tmp_path / "state", config=config) as desk:
+        await desk.tell(ScanDirectory())
+        assert (await desk.hear(Loaded)).later
+        other.close()
+        await desk.tell(ClearNamespace(None, 1))
+        assert not (await desk.hear(NamespaceCleared)).error
+        steps = Steps()
+        trio.lowlevel.add_instrument(steps)
+        await trio.sleep(0.1)
+        trio.lowlevel.remove_instrument(steps)
+        assert steps.count < 20
+
+
 async def test_a_start_without_a_directory(tmp_path: Path) -> None:
     """D7: a daemon whose directory cannot be made runs, says so, and loads it when it comes."""
     async with running(tmp_path / "state") as desk:
@@ -887,6 +938,68 @@ async def test_a_start_without_a_directory(tmp_path: Path) -> None:
         assert (await desk.hear(DiskChanged)).healthy
         assert sum(len(batch.entries) for batch in desk.heard_of(Loaded)) == 1
         assert desk.tier.statistics().is_healthy
+
+
+class SpinningUpFs(QuickFs):
+    """Answers once the gate opens."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+
+    def status_of(self, name: str, within: int | None = None) -> os.stat_result:
+        assert self.gate.wait(timeout=20)
+        return super().status_of(name, within)
+
+
+async def test_ram_goes_on_alone_while_the_disk_spins_up(tmp_path: Path) -> None:
+    """D7: a disk that is slow to start counts as failing, and is loaded once it is there."""
+    async with running(tmp_path / "state") as desk:
+        await desk.written(segment(seed=1))
+    system = SpinningUpFs()
+    impatient = msgspec.structs.replace(QUICK, patience_seconds=0.01)
+    async with running(tmp_path / "state", system, impatient) as desk:
+        await desk.tell(ScanDirectory())
+        assert desk.tier.statistics().is_healthy
+        change = await desk.hear(DiskChanged)
+        assert not change.healthy
+        assert "no answer from the disk for 0.01 s" in change.reason
+        first = await desk.hear(Loaded)
+        assert (first.done, first.later, first.entries) == (True, True, ())
+        await desk.write(segment(seed=2))
+        assert (await desk.hear(Written)).retry
+        system.gate.set()
+        assert (await desk.hear(DiskChanged)).healthy
+        while not (last := await desk.hear(Loaded)).done:
+            pass
+        assert not last.later
+        assert sum(len(batch.entries) for batch in desk.heard_of(Loaded)) == 1
+
+
+async def test_nothing_is_said_of_a_disk_that_is_ready_soon(tmp_path: Path) -> None:
+    """D10: RamTier hears what the files are, and nothing else."""
+    async with running(tmp_path / "state") as desk:
+        await desk.tell(ScanDirectory())
+        loaded = await desk.hear(Loaded)
+        assert (loaded.done, loaded.later) == (True, False)
+        assert desk.store.directory.holds_lock()
+        assert not desk.tier.statistics().is_loading
+        assert desk.all == [loaded]
+
+
+async def test_shutdown_does_not_wait_for_a_disk_that_spins_up(tmp_path: Path) -> None:
+    """DESIGN 4: nothing can be queued for it."""
+    system = SpinningUpFs()
+    try:
+        with trio.fail_after(5):
+            async with running(tmp_path / "state", system) as desk:
+                await desk.tell(ScanDirectory())
+                await trio.testing.wait_all_tasks_blocked()
+                assert desk.tier.statistics().is_loading
+                await desk.tier.mailbox.aclose()
+                while desk.tier._inbox.statistics().open_receive_channels:
+                    await trio.lowlevel.checkpoint()
+    finally:
+        system.gate.set()
 
 
 async def test_shutdown_does_not_wait_for_a_failing_disk(tmp_path: Path) -> None:

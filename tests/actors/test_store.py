@@ -601,6 +601,17 @@ def test_nothing_is_changed_without_the_lock(
     owner.close()
 
 
+def test_trash_that_somebody_deleted_is_empty(store: Store) -> None:
+    """D1, D5: its bytes no longer count, and the directory is there for the next clear."""
+    write(store, segment())
+    store.clear(None)
+    shutil.rmtree(Path(store.directory.path, TRASH))
+    assert store.empty_trash(100) == (0, True)
+    assert store.other_bytes == 0
+    write(store, segment())
+    store.clear(None)
+
+
 def test_what_no_entry_owns_stays_where_another_daemon_has_the_directory(tmp_path: Path) -> None:
     """D9, D10: what this one knew of its own directory is no order to delete in another's."""
     path, moved = tmp_path / "state", tmp_path / "moved"

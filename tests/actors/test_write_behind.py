@@ -138,6 +138,23 @@ def test_a_flush_learns_first_that_all_files_are_gone() -> None:
     check_core(core)
 
 
+def test_what_was_queued_before_its_parents_were_lost_is_written_behind_them() -> None:
+    """D7: what RAM still has is written again, in the order of the chain."""
+    core, disk, client = two_tiers()
+    client.store(sequence(40))
+    client.flush()
+    disk.settle()
+    for salt in range(1, 6):
+        client.store((*sequence(30), *sequence(20, salt)))
+    disk.files.clear()
+    core.send(FilesLost())
+    core.advance(1.0)
+    disk.settle()
+    assert len(core.index.entries) == 6
+    assert all(entry.file for entry in core.index.entries.values())
+    check_core(core)
+
+
 def test_files_without_a_place_go_with_the_directory_too() -> None:
     """D7, D10: nothing of a deleted directory stays charged."""
     core, disk, client = two_tiers(segment_max_bytes=4000)

@@ -5,10 +5,12 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
 from prefixcached.client import Cache, Hit, Miss
 from prefixcached.client.kv import Attachment
-from tests.support import derived_kv
+from tests.client.kv.loopback import build, prefill
+from tests.support import derived_kv, models
 from tests.support.daemon_process import DaemonProcess
 from tests.support.until import ram_tier, until
 
@@ -134,3 +136,15 @@ def test_any_minimum_can_be_asked_for(cache: Cache) -> None:
     missed = cache.take([*PROMPT, 7], namespace="n")
     assert isinstance(missed, Miss)
     assert missed.reason == "below-minimum"
+
+
+def test_attachments_come_with_a_window_too(cache: Cache) -> None:
+    """A1, P2: also where the rows that their position needs were stored alone before."""
+    model, tokens = build("exaone4"), models.tokens("exaone4", 60)
+    for length, attachments in ((60, None), (30, None), (30, features(1))):
+        kv = make_prompt_cache(model)
+        prefill(model, kv, tokens[:length])
+        assert cache.put(tokens[:length], kv, namespace="w", attachments=attachments)
+    found = cache.take([*tokens[:30], 1], namespace="w")
+    assert isinstance(found, Hit)
+    assert same(found.attachments, features(1))

@@ -273,6 +273,18 @@ def test_prompt_cache_object(cache: Cache) -> None:
         stream_generate(session.model, session.tokenizer, [1, 2], cache=shared, prompt_cache=[])
 
 
+def test_a_cache_that_is_closed_in_the_middle_of_an_answer(daemon: DaemonProcess) -> None:
+    """DESIGN 1.2: the answer goes on; it is only not shared."""
+    session = Session("llama")
+    with connect(daemon.socket) as cache:
+        responses = stream_generate(
+            session.model, session.tokenizer, session.prompt, max_tokens=5, cache=cache
+        )
+        answer = [next(responses).token]
+    answer += [response.token for response in responses]
+    assert answer == session.plain(session.prompt, max_tokens=5)
+
+
 def test_trouble_in_storing_is_logged(cache: Cache, caplog: pytest.LogCaptureFixture) -> None:
     """DESIGN 1.2: KV that cannot be stored costs a log line, never the answer."""
     session = Session("llama")

@@ -197,3 +197,21 @@ def test_one_rank_of_several(cache: Cache) -> None:
     shared = PromptCache(model, cache=cache)
     assert shared.fetch([1, 2, 3])[1] == 0
     assert shared.store([1, 2, 3], make_prompt_cache(model)) == Declined(reason="disabled")
+
+
+WINDOWED = ("exaone4", "gemma3n", "gemma4", "iquestloopcoder", "llama4", "mimo_v2_flash")
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_the_start_of_a_longer_prompt_is_stored_too(cache: Cache, name: str) -> None:
+    """P2, Q3: a shared start that is stored after a prompt that goes on with it is resumed."""
+    shared = PromptCache(build(name), cache=cache)
+    tokens = models.tokens(name, 100)
+    for length in (100, 50):
+        kv = shared.fresh()
+        prefill(shared.model, kv, tokens[:length])
+        assert shared.store(tokens[:length], kv)
+    restored, reused = shared.fetch([*tokens[:50], 1])
+    assert reused == 50
+    left = shared.model(mx.array([[1]]), cache=kv)
+    assert mx.allclose(left, shared.model(mx.array([[1]]), cache=restored), atol=1e-3).item()

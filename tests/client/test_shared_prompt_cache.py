@@ -360,6 +360,16 @@ def test_no_daemon(tmp_path: Path) -> None:
     assert shared.statistics().declined == {"no-daemon": 1}
 
 
+def test_a_cache_that_somebody_closed(daemon: DaemonProcess) -> None:
+    """DESIGN 1.2: an answer goes on without it."""
+    shared = SharedPromptCache()
+    with connect(daemon.socket) as cache:
+        shared.bind(KEY, PromptCache(build("llama"), cache=cache))
+    shared.insert_cache(KEY, TOKENS[:50], computed(TOKENS[:50]))
+    assert shared.fetch_nearest_cache(KEY, TOKENS) == (None, TOKENS)
+    assert shared.statistics().misses == shared.statistics().declined == {"closed": 1}
+
+
 def test_back_after_the_daemon(daemon: DaemonProcess) -> None:
     """C4: a killed daemon costs misses, and a restarted one is used again."""
     clock = [0.0]

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import pwd
 import resource
 import signal
 import subprocess
@@ -276,6 +277,18 @@ def test_the_wait_for_a_daemon_that_never_gets_ready_is_bounded(
         with pytest.raises(NoDaemon, match="still starting"):
             cache.stats()
     assert time.monotonic() - began < 3
+
+
+def test_where_no_home_is_known_a_start_is_a_miss(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C4: a container whose user has neither HOME nor an entry has no place for the log."""
+    for variable in ("HOME", "XDG_STATE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(variable)
+    monkeypatch.setattr(pwd, "getpwuid", lambda user: {}[user])
+    with connect(home / "s", start=True) as cache:
+        assert isinstance(cache.take(list(range(100)), namespace="n"), Miss)
+    assert "home directory" in Starter(home / "s").start(time.monotonic() + 5)
 
 
 def test_a_stopped_service_is_not_started_behind_its_back(home: Path) -> None:

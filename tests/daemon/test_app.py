@@ -5,6 +5,8 @@ import os
 import shutil
 import signal
 import socket
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,14 @@ import structlog.testing
 import trio
 import trio.testing
 
+from prefixcached.actors.store import Store
 from prefixcached.daemon import app
 from prefixcached.daemon.config import Config
 from prefixcached.daemon.errors import StartError
 from prefixcached.daemon.socket_file import InstanceLock, SocketFile
+from prefixcached.daemon.storage import Storage
+from prefixcached.daemon.trace.trace_file import TraceWriter
+from prefixcached.daemon.trace.tracer import FLUSH_SECONDS, Tracer
 from prefixcached.protocol import messages as m
 from tests.daemon.clients import connected
 from tests.daemon.fakes import FakeRamTier
@@ -59,6 +65,20 @@ class StuckStorage(FakeRamTier):
         await trio.sleep_forever()
 
 
+class SlowStorage(FakeRamTier):
+    """Finishes when it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = trio.Event()
+        self.stopping = trio.Event()
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        await super().run(task_status=task_status)
+        self.stopping.set()
+        await self.go.wait()
+
+
 class FailingStorage(FakeRamTier):
     """Fails as soon as it hears anything."""
 
@@ -72,7 +92,16 @@ def ready() -> trio.Event:
     return trio.Event()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.fixture
+def hang_up() -> Iterator[None]:
+    """SIGHUP as in a terminal, whatever started the tests."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hang_up")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 async def test_a_signal_ends_the_front_before_storage(
     settings: Config, ready: trio.Event, number: signal.Signals
 ) -> None:
@@ -88,6 +117,113 @@ async def test_a_signal_ends_the_front_before_storage(
     assert storage.stops == [(0, False)]
     assert sorted(storage.gone) == [1, 2]
     assert not settings.socket.exists()
+
+
+@pytest.fixture
+def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The codes with which the daemon would have ended at once."""
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    return codes
+
+
+@pytest.mark.usefixtures("hang_up")
+async def test_a_terminal_that_closes_is_no_second_signal(
+    settings: Config, ready: trio.Event, exits: list[int]
+) -> None:
+    """DESIGN 4: what is queued is written, although shell and kernel both say SIGHUP."""
+    storage = SlowStorage()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(app.serve, settings, storage, ready.set)
+        await ready.wait()
+        for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
+            signal.raise_signal(number)
+            await trio.testing.wait_all_tasks_blocked(0.01)
+        assert exits == []
+        signal.raise_signal(signal.SIGTERM)
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        assert exits == [1]
+        storage.go.set()
+
+
+@pytest.mark.usefixtures("hang_up")
+async def test_nohup_keeps_the_daemon_from_ending_with_its_terminal(
+    settings: Config, ready: trio.Event
+) -> None:
+    """A SIGHUP that was ignored stays so."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(app.serve, settings, FakeRamTier(), ready.set)
+        await ready.wait()
+        signal.raise_signal(signal.SIGHUP)
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        async with connected(settings.socket) as client:
+            assert isinstance(await client.ask(TAKE), m.Miss)
+        signal.raise_signal(signal.SIGTERM)
+
+
+async def test_the_first_signal_is_the_first_also_while_the_daemon_stops_by_itself(
+    autojump_clock: trio.testing.MockClock,
+    settings: Config,
+    ready: trio.Event,
+    exits: list[int],
+    directory: Path,
+) -> None:
+    """DESIGN 4: a supervisor's SIGTERM does not cost the writes that are under way."""
+    own = replace(settings, socket=directory / "below" / "s")
+    storage = SlowStorage()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(app.serve, own, storage, ready.set)
+        await ready.wait()
+        shutil.rmtree(own.socket.parent)
+        await storage.stopping.wait()
+        signal.raise_signal(signal.SIGTERM)
+        await trio.sleep(1)
+        storage.go.set()
+    assert exits == []
+
+
+async def test_a_full_disk_ends_the_trace_and_not_the_daemon(
+    settings: Config, ready: trio.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What goes wrong with a trace costs nobody his cache."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    tracer = Tracer(tmp_path / "t", settings, keep_tokens=False)
+    monkeypatch.setattr(TraceWriter, "append", full)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(app.serve, settings, FakeRamTier(), ready.set, tracer)
+        await ready.wait()
+        while tracer.statistics().is_recording:
+            await trio.lowlevel.checkpoint()
+        await trio.sleep(2 * FLUSH_SECONDS)  # so often its task looks
+        async with connected(settings.socket) as client:
+            assert isinstance(await client.ask(TAKE), m.Miss)
+        signal.raise_signal(signal.SIGTERM)
+    tracer.close()
+
+
+async def test_a_disk_that_takes_long_to_start_holds_neither_ram_nor_a_stop(
+    settings: Config, ready: trio.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D7, D10: clients are served meanwhile, and the first signal ends the daemon."""
+    spins = threading.Event()
+    monkeypatch.setattr(Store, "prepare", lambda _: spins.wait(20))
+    own = replace(settings, ram_bytes=1 << 20, ssd_bytes=1 << 20)
+    try:
+        with trio.fail_after(5):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(app.serve, own, Storage(own), ready.set)
+                await ready.wait()
+                async with connected(own.socket) as client:
+                    reply = await client.ask(TAKE)
+                    assert isinstance(reply, m.Miss)
+                    assert reply.reason == "loading"
+                signal.raise_signal(signal.SIGTERM)
+    finally:
+        spins.set()
 
 
 async def test_ready_waits_for_a_short_index(settings: Config, ready: trio.Event) -> None:

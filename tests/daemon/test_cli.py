@@ -1,6 +1,7 @@
 """The command line, as a user or a script meets it: output, exit codes, real processes."""
 
 import json
+import pwd
 import shlex
 import subprocess
 import sys
@@ -64,6 +65,9 @@ def test_every_command_is_known_by_its_name(name: str) -> None:
         ("serve", "--ram-bytes", "8 apples"),
         ("serve", "--ssd-bytes", "101%"),
         ("serve", "--socket"),
+        ("flush", "--timeout", "nan"),
+        ("top", "--interval", "nan"),
+        ("replay", "--speed", "nan", __file__),
     ],
 )
 def test_wrong_usage_ends_with_2(arguments: tuple[str, ...], directory: Path) -> None:
@@ -163,6 +167,22 @@ def test_a_full_disk_behind_standard_output_is_one_line() -> None:
         redirected("--help", ">/dev/full"), capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (1, "Error: No space left on device\n")
+
+
+@pytest.mark.parametrize("command", ["config", "doctor", "verify", "service status"])
+def test_a_command_that_needs_a_home_says_so_in_one_line(
+    command: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container whose user has neither HOME nor an entry: 1, and what to set."""
+    for variable in ("HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", lambda user: {}[user])
+    shown = invoke(*command.split(), socket=directory / "s")
+    assert shown.exit_code == 1, shown.output
+    assert shown.output.count("\n") == 1
+    assert "home directory" in shown.output
+    assert shown.output.endswith(": set HOME\n")
+    assert invoke("status", socket=directory / "s").exit_code == 3, "which needs none"
 
 
 LIST_IMPORTS = """

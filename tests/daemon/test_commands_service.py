@@ -102,10 +102,10 @@ def test_the_life_of_a_service(home: dict[str, str | None], directory: Path) -> 
 
 
 def plan_within(directory: Path, *, socket: Path, config_file: Path) -> ServicePlan:
-    """A plan whose state is in ``directory``, and whose log is elsewhere."""
+    """A plan whose log is not in ``directory``."""
     return ServicePlan(
         program=directory / "p", socket=socket, home=directory,
-        log_dir=directory.parent / "log", state_dir=directory, config_file=config_file,
+        log_dir=directory.parent / "log", config_file=config_file,
     )  # fmt: skip
 
 
@@ -125,7 +125,7 @@ def test_a_purge_leaves_the_other_files_of_a_directory(directory: Path) -> None:
     checkout = directory / "prefixcached"
     (checkout / "daemon").mkdir(parents=True)
     plan = left_by_a_daemon(checkout)
-    assert len(list(purge_plan(plan))) == 10
+    assert len(list(purge_plan(plan, checkout))) == 10
     assert list(checkout.iterdir()) == [checkout / "daemon"]
 
 
@@ -135,7 +135,9 @@ def test_a_purge_leaves_nothing_of_ours(directory: Path) -> None:
     plan.log_dir.mkdir()
     plan.log_file.touch()
     plan.log_file.with_name(f"{plan.log_file.name}.1").touch()
-    assert f"removed {directory / 'prefixcached'}" in list(purge_plan(plan))
+    assert f"removed {directory / 'prefixcached'}" in list(
+        purge_plan(plan, directory / "prefixcached")
+    )
     assert list(directory.iterdir()) == []
 
 
@@ -145,7 +147,7 @@ def test_a_purge_takes_nothing_where_no_daemon_worked(directory: Path) -> None:
     (directory / "lock").touch()
     (directory / "s").touch()
     plan = plan_within(directory, socket=directory / "s", config_file=directory / "trash")
-    assert list(purge_plan(plan)) == []
+    assert list(purge_plan(plan, directory)) == []
     assert {path.name for path in directory.iterdir()} == {"trash", "lock", "s"}
     assert (directory / "trash" / "mine").is_dir()
 

@@ -85,6 +85,26 @@ def test_the_ssd_tier_never_takes_more_than_its_bound(monkeypatch: pytest.Monkey
     assert config.ssd_bytes("auto", Path("/")) == 100 << 30
 
 
+def test_what_the_ssd_tier_holds_does_not_shrink_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start with a full tier would have to evict a tenth of it."""
+    file = tmp_path / "segments.noindex" / "namespace" / "image"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(bytes(1 << 20))
+    held = file.stat().st_blocks * 512
+    monkeypatch.setattr(resources, "free_bytes", lambda directory: (500 << 30) - held)
+    assert config.ssd_bytes("auto", tmp_path) == 50 << 30
+
+
+def test_counting_what_is_held_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow disk keeps no daemon from serving: what is not counted makes the cap smaller."""
+    (tmp_path / "image").write_bytes(bytes(1 << 20))
+    assert resources.held_bytes(tmp_path) > 0
+    monkeypatch.setattr(resources, "COUNT_SECONDS", -1.0)
+    assert resources.held_bytes(tmp_path) == 0
+
+
 @pytest.mark.parametrize("size", ["auto", "10%", "1GiB"])
 @pytest.mark.parametrize("obstacle", ["missing", "too-long", "file", "loop", "closed"])
 def test_a_state_directory_that_cannot_be_looked_at_is_no_reason_not_to_start(

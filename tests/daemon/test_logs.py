@@ -15,7 +15,13 @@ from prefixcached.client import connect
 from prefixcached.client.wire import Wire
 from prefixcached.daemon.errors import StartError
 from prefixcached.daemon.log_streams import LogFile
-from prefixcached.daemon.logs import LINES_A_WINDOW, MAX_EVENTS, WINDOW_SECONDS, Limiter
+from prefixcached.daemon.logs import (
+    LINES_A_WINDOW,
+    MAX_EVENTS,
+    MAX_FIELD_CHARACTERS,
+    WINDOW_SECONDS,
+    Limiter,
+)
 from tests.support.daemon_process import DaemonProcess
 
 LOGGING = """
@@ -48,6 +54,24 @@ def test_off_a_terminal_each_event_is_one_json_object() -> None:
     )  # fmt: skip
     assert "ValueError: no" in second["exception"]
     assert "secret" not in done.stderr
+
+
+def test_no_field_of_a_line_is_longer_than_the_bound() -> None:
+    """Neither what a client said nor an error's text: the middle of it is left out."""
+    script = (
+        "from prefixcached.daemon import logs; import structlog\n"
+        "logs.configure(); log = structlog.get_logger()\n"
+        "log.info('said', detail='a' * 1_000_000 + 'z')\n"
+        "try: raise ValueError('b' * 1_000_000 + 'the end')\n"
+        "except ValueError: log.exception('failed')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+    said, failed = map(json.loads, done.stderr.splitlines())
+    assert len(said["detail"]) == MAX_FIELD_CHARACTERS + len(" [...] ")
+    assert said["detail"].endswith("az")
+    assert failed["exception"].startswith("Traceback")
+    assert failed["exception"].endswith("the end")
+    assert len(done.stderr) < 3 * MAX_FIELD_CHARACTERS
 
 
 def test_on_a_terminal_it_is_for_people() -> None:
@@ -104,6 +128,21 @@ def test_a_log_file_stays_bounded_whatever_stands_in_its_way(tmp_path: Path, tro
     assert done.returncode == 0
     assert "099 x" in file.read_text()
     assert file.stat().st_size <= 1000
+
+
+def test_a_log_that_was_deleted_is_made_again(tmp_path: Path) -> None:
+    """The next line is found where `status` says that the log is, whatever took it away."""
+    script = (
+        "import shutil, sys; from pathlib import Path\n"
+        "from prefixcached.daemon.log_streams import LogFile\n"
+        "file = Path(sys.argv[1]); log = LogFile(file)\n"
+        "log.write('first\\n'); shutil.rmtree(file.parent); log.write('second\\n')\n"
+        "assert file.read_text() == 'second\\n'\n"
+        "file.rename(file.with_name('moved')); log.write('third\\n')\n"
+        "assert file.read_text() == 'third\\n' and log.lost == 0\n"
+    )
+    file = tmp_path / "logs" / "log"
+    subprocess.run([sys.executable, "-c", script, str(file)], check=True)
 
 
 SHORT_OF_DISK = """

@@ -17,7 +17,7 @@ from prefixcached.protocol import limits
 from prefixcached.protocol import messages as m
 from prefixcached.protocol.actor_messages import Call
 from prefixcached.protocol.connection import CAPABILITIES
-from prefixcached.protocol.framing import encode
+from prefixcached.protocol.framing import FORMAT, HEADER, MAGIC, encode
 from tests.daemon.clients import HELLO, Client, connected
 from tests.daemon.conftest import Front, FrontMaker
 from tests.daemon.fakes import FakeRamTier
@@ -235,6 +235,17 @@ async def test_bad_input_ends_that_session_alone(front: Front, data: bytes) -> N
         assert front.endings() == {"protocol": 1}
 
 
+async def test_what_a_client_is_told_and_the_log_says_is_bounded(front: Front) -> None:
+    """C3: an error quotes what the client sent, which may be 16 MiB."""
+    data = msgspec.msgpack.encode({"type": "A" * 100_000})
+    with structlog.testing.capture_logs() as logs:
+        async with connected(front.path) as client:
+            await client.send(HEADER.pack(MAGIC, FORMAT, 0, len(data)) + data)
+            failed = await client.failed()
+    [line] = logs
+    assert len(line["detail"]) == len(failed.detail) == session.MAX_DETAIL_CHARACTERS
+
+
 async def test_bytes_while_a_reply_is_pending_end_the_session(front: Front) -> None:
     """C3: one request at a time, also when the first takes long."""
     async with connected(front.path) as client:
@@ -340,6 +351,7 @@ async def test_a_client_that_stops_reading_is_closed(
         assert fake.gone == []
         start = trio.current_time()
         await trio.sleep(session.SEND_SECONDS + 1)
+        await settled()  # macOS closes in a thread
         assert fake.gone == [1]
         assert front.endings() == {"slow-reader": 1}
         assert trio.current_time() - start < session.SEND_SECONDS + 2

@@ -1,6 +1,7 @@
 """The socket's place in the file system: private, single, and cleared of what a crash left."""
 
 import errno
+import fcntl
 import os
 import resource
 import signal
@@ -14,6 +15,7 @@ import pytest
 import structlog.testing
 
 from prefixcached.daemon.errors import StartError
+from prefixcached.daemon.service.running import is_locked
 from prefixcached.daemon.socket_file import (
     InstanceLock,
     SocketFile,
@@ -204,6 +206,23 @@ def test_a_second_daemon_is_refused_and_told_who_the_first_is(directory: Path) -
         with InstanceLock(lock):
             assert lock.read_text() == f"{os.getpid()}\n"
             assert stat.S_IMODE(lock.stat().st_mode) == 0o600
+
+
+def test_a_volume_without_locks_is_named_and_nobody_is_blamed(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D9: no daemon can hold a lock there, so there is none to stop."""
+
+    def without_locks(_descriptor: int, _how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    with (
+        pytest.raises(StartError, match=r"cannot lock .*: No locks available"),
+        InstanceLock(directory / "lock"),
+    ):
+        pass
+    assert not is_locked(directory / "lock")
 
 
 def test_a_lock_file_that_was_removed_is_taken_again(directory: Path) -> None:

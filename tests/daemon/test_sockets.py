@@ -111,7 +111,7 @@ async def test_a_cancelled_receive_consumes_nothing(
 async def test_descriptors_that_find_no_room_are_a_remote_error(
     pair: tuple[MessageSocket, MessageSocket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """C3: a truncated set is closed, not leaked and not used."""
+    """C3: a truncated set is not used, and closed with the socket: no earlier, as that may wait."""
     left, right = pair
     monkeypatch.setattr(sockets, "_ANCILLARY_BYTES", socket.CMSG_LEN(4))
     source = os.open(os.devnull, os.O_RDONLY)
@@ -120,7 +120,9 @@ async def test_descriptors_that_find_no_room_are_a_remote_error(
     await left.send(b"x", [source, source])
     with pytest.raises(RemoteProtocolError, match="no room"):
         await right.receive()
-    assert len(os.listdir("/dev/fd")) == before
+    assert len(os.listdir("/dev/fd")) == before + 1
+    right.close()
+    assert len(os.listdir("/dev/fd")) == before - 1
     os.close(source)
 
 

@@ -7,6 +7,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,6 @@ def plan_in(home: Path, **changes: Any) -> ServicePlan:
         "socket": support / "prefixcached.sock",
         "home": home,
         "log_dir": home / "Library" / "Logs" / "prefixcached",
-        "state_dir": home / "Library" / "Caches" / "prefixcached",
         "config_file": support / "config.toml",
     }
     return ServicePlan(**{**settings, **changes})
@@ -335,6 +335,59 @@ def test_stop_waits_for_the_daemon_before_launchd_forgets_it(
         assert agent.stop() == ["stopped"]
     assert looks == [running.POLL_SECONDS] * 3
     assert [call[0] for call in launchd.calls()] == ["kill", "bootout"]
+
+
+def test_stop_waits_for_the_daemon_of_the_installed_socket(
+    agent: LaunchAgent, plan: ServicePlan, launchd: Launchd, pauses: list[float]
+) -> None:
+    """PLATFORM 1.4: a shell that names another socket must not cost the queued writes."""
+    agent.install()
+    elsewhere = replace(plan, socket=plan.home / "elsewhere")
+    with plan.lock_file.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        said = LaunchAgent(
+            elsewhere, launchctl=str(launchd.program), user=USER, pause=pauses.append
+        ).stop()
+    assert said == ["the daemon did not end in time; launchd ends it now", "stopped"]
+    assert len(pauses) == running.STOP_SECONDS / running.POLL_SECONDS
+
+
+def test_a_start_leaves_another_daemon_its_socket(
+    agent: LaunchAgent, plan: ServicePlan, launchd: Launchd
+) -> None:
+    """Launchd would bind over that of a daemon started by hand while the service was stopped."""
+    agent.install()
+    agent.stop()
+    launchd.set(calls=[])
+    with plan.lock_file.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ServiceError, match="no service runs at"):
+            agent.start()
+    assert launchd.calls() == []
+
+
+def test_an_install_at_another_socket_leaves_it_its_daemon(
+    agent: LaunchAgent, plan: ServicePlan, launchd: Launchd
+) -> None:
+    """That a service is loaded says nothing of who runs at the new place."""
+    agent.install()
+    moved = replace(plan, socket=plan.home / "elsewhere")
+    with moved.lock_file.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ServiceError, match="no service runs at"):
+            LaunchAgent(moved, launchctl=str(launchd.program), user=USER).install()
+    assert agent.is_loaded()
+
+
+def test_a_start_makes_the_directories_again(agent: LaunchAgent, plan: ServicePlan) -> None:
+    """Launchd makes none: it would bind nowhere and log nowhere."""
+    agent.install()
+    agent.stop()
+    shutil.rmtree(plan.socket.parent)
+    plan.log_dir.rmdir()
+    agent.start()
+    assert plan.socket.parent.is_dir()
+    assert plan.log_dir.is_dir()
 
 
 def test_start_and_uninstall_may_be_repeated(

@@ -1,12 +1,16 @@
 """The systemd units: what they say, checked by systemd itself, and what systemctl is told."""
 
+import fcntl
 import os
+import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from prefixcached.daemon.service import running
 from prefixcached.daemon.service.plan import ServiceError, ServicePlan
 from prefixcached.daemon.service.systemd_units import SystemdUnits, quoted, render
 
@@ -36,7 +40,6 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServicePlan:
         socket=tmp_path / "run" / "prefixcached.sock",
         home=tmp_path,
         log_dir=tmp_path / "log",
-        state_dir=tmp_path / "state",
         config_file=tmp_path / "config" / "prefixcached" / "config.toml",
     )
 
@@ -112,7 +115,7 @@ def test_the_resident_variant_enables_the_service_too(plan: ServicePlan, systemc
     """It starts at login."""
     resident = ServicePlan(
         program=plan.program, socket=plan.socket, home=plan.home, log_dir=plan.log_dir,
-        state_dir=plan.state_dir, config_file=plan.config_file, is_resident=True,
+        config_file=plan.config_file, is_resident=True,
     )  # fmt: skip
     SystemdUnits(resident, systemctl=str(systemctl), pause=lambda seconds: None).install()
     assert "enable --now prefixcached.service" in calls(systemctl)
@@ -223,6 +226,42 @@ def test_uninstall_needs_no_manager(
     assert said[1:] == [f"removed {path}" for path in (*units.files, link)]
     assert not any(path.exists() for path in units.files)
     assert not link.is_symlink()
+
+
+def test_a_start_leaves_another_daemon_its_socket(
+    units: SystemdUnits, plan: ServicePlan, systemctl: Path
+) -> None:
+    """Systemd would bind over that of a daemon started by hand while the service was stopped."""
+    units.install()
+    units.stop()
+    with plan.lock_file.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ServiceError, match="no service runs at"):
+            units.start()
+    assert "start prefixcached.socket prefixcached.service" not in calls(systemctl)
+
+
+def test_stop_waits_for_the_service_alone(plan: ServicePlan, systemctl: Path) -> None:
+    """For the daemon of the installed socket, and for nobody's where systemd runs none."""
+    pauses: list[float] = []
+    units = SystemdUnits(plan, systemctl=str(systemctl), pause=pauses.append)
+    units.install()
+    elsewhere = replace(plan, socket=plan.home / "elsewhere")
+    with plan.lock_file.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        SystemdUnits(elsewhere, systemctl=str(systemctl), pause=pauses.append).stop()
+        assert len(pauses) == running.STOP_SECONDS / running.POLL_SECONDS
+        units.stop()
+        assert len(pauses) == running.STOP_SECONDS / running.POLL_SECONDS
+
+
+def test_systemctl_has_the_time_that_a_daemon_has_to_end(plan: ServicePlan) -> None:
+    """`restart` is for a daemon that hangs, which systemd kills after TimeoutStopSec."""
+    found = re.search(
+        rb"^TimeoutStopSec=(\d+)$", render(plan)["prefixcached.service"], re.MULTILINE
+    )
+    assert found is not None
+    assert int(found[1]) + 10 <= running.PROGRAM_SECONDS
 
 
 def test_logs_are_in_the_journal(units: SystemdUnits) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import plistlib
+import pwd
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from prefixcached.protocol.paths import (
     log_file,
     service_files,
     service_of,
+    service_socket,
     socket_path,
     start_lock,
 )
@@ -107,10 +109,53 @@ def test_a_service_is_found_by_a_path_that_its_file_must_escape(
     for file in (agent, unit):
         file.parent.mkdir(parents=True)
     unit.write_text("[Socket]\nListenStream=/100%%/s\n")
-    agent.write_bytes(plistlib.dumps({"SockPathName": "/a&b<c>/s"}))
+    agent.write_bytes(plistlib.dumps({"Sockets": {"Listener": {"SockPathName": "/a&b<c>/s"}}}))
     assert service_of(Path("/100%/s")) == unit
     assert service_of(Path("/a&b<c>/s")) == agent
     assert service_of(Path("/a/s")) is None
+
+
+def test_a_service_does_not_hold_a_socket_whose_path_its_own_begins_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PLATFORM 1.3: the daemon of `sock` starts beside a service at `sock.work`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    agent, unit = service_files()
+    for file in (agent, unit):
+        file.parent.mkdir(parents=True)
+    unit.write_text("[Socket]\nListenStream = /run/sock.work\n")
+    agent.write_bytes(plistlib.dumps({"Sockets": {"Listener": {"SockPathName": "/mac/sock.work"}}}))
+    assert service_of(Path("/run/sock.work")) == unit
+    assert service_of(Path("/mac/sock.work")) == agent
+    assert service_of(Path("/run/sock")) is None
+    assert service_of(Path("/mac/sock")) is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"\xff\0", b"<plist><dict><key>Sockets", b"<plist><key>a</key></plist>",
+        b"<plist><date>now</date></plist>", plistlib.dumps([]), plistlib.dumps({"Sockets": [1]}),
+        plistlib.dumps({"Sockets": {"Listener": {"SockPathName": 1}}}),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_holds_no_socket(tmp_path: Path, content: bytes) -> None:
+    """C4: a client asks for it on its way to a miss, which is to end in no error."""
+    for name in ("agent.plist", "unit.socket"):
+        (tmp_path / name).write_bytes(content)
+        assert service_socket(tmp_path / name) is None
+
+
+def test_where_no_home_is_known_no_daemon_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C4: neither HOME nor an entry of the user, as in a container, ends no client."""
+    monkeypatch.delenv("HOME", raising=False)
+    for variable in ("XDG_STATE_HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", lambda user: {}[user])
+    assert service_files() == ()
+    assert service_of(Path("/s")) is None
+    assert socket_path({}).is_absolute()
 
 
 def test_a_path_that_does_not_fit_a_socket_is_refused_by_its_bytes() -> None:

@@ -7,11 +7,13 @@ when each is done, in which order, and whether it succeeds. Time stands still un
 
 import errno
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from prefixcached.actors.desk import RamConfig
 from prefixcached.actors.entries import Memory
 from prefixcached.actors.ram_tier import RamTier
+from prefixcached.client.lending import check_granted, check_hit
 from prefixcached.protocol import messages as wire
 from prefixcached.protocol.actor_messages import (
     ActorMessage,
@@ -26,6 +28,7 @@ from prefixcached.protocol.actor_messages import (
 )
 from prefixcached.protocol.image import ImageSpec
 from prefixcached.protocol.messages import Reply
+from prefixcached.protocol.schema import decode_schema
 
 PAGE = 16384
 """What one small image is charged."""
@@ -107,9 +110,10 @@ class FakeFile:
 
 
 class Slot:
-    """Holds the one reply to a call."""
+    """Holds the one reply to a call. No grant or hit is one that the client would refuse."""
 
-    def __init__(self) -> None:
+    def __init__(self, request: wire.AnyRequest | None = None) -> None:
+        self._request = request
         self.reply: Reply | None = None
         self.descriptors: list[int] = []
 
@@ -117,6 +121,16 @@ class Slot:
         assert self.reply is None, f"answered twice: {self.reply}, then {reply}"
         self.reply = reply
         self.descriptors = list(descriptors)
+        if isinstance(self._request, wire.Offer) and isinstance(reply, wire.Grant):
+            offer: Any = SimpleNamespace(
+                length=len(self._request.tokens) // 4,
+                windows=self._request.windows,
+                checkpoint=self._request.checkpoint,
+            )
+            for spec in reply.images:
+                check_granted(spec, offer)
+        if isinstance(self._request, wire.Take) and isinstance(reply, wire.Hit) and reply.schema:
+            check_hit(reply, decode_schema(reply.schema))
 
 
 class LivelockError(AssertionError):
@@ -194,7 +208,7 @@ class Core(RamTier):
             self.send(Synced(self.syncing.pop(0).sync))
 
     def call(self, session: int, request: wire.AnyRequest) -> Slot:
-        slot = Slot()
+        slot = Slot(request)
         self.send(Call(session, request), slot)
         return slot
 

@@ -96,7 +96,7 @@ FAILURES = {error.reason for error in ERRORS}
 
 SERVERS_OWN = {
     shared_prompt_cache.PAUSED, shared_prompt_cache.UNKNOWN_MODEL, "draft-differs",
-    prompt_cache.DISABLED,
+    prompt_cache.DISABLED, shared_prompt_cache.CLOSED,
 }  # fmt: skip
 """What `mlx-lm-server` has of its own, in the section's second table."""
 
