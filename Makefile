@@ -38,7 +38,7 @@ test: $(VENV)/.test
 
 test-slow: $(VENV)/.test
 	@echo '==> Running: pytest, the slow tests'
-	@$(BIN)/pytest -m slow
+	@$(BIN)/pytest -n 2 --dist worksteal -m slow
 
 test-exhaustive: $(VENV)/.test
 	@echo '==> Running: pytest, all of what other tests sample (half an hour)'

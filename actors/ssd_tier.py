@@ -197,6 +197,8 @@ class SsdTier:
                 self._others_wanted_bytes += wanted_bytes
             case _:
                 raise TypeError(f"RamTier sent SsdTier a {type(message).__name__}")
+        if self._failure and not self._prepared.is_set():
+            await self._answer_alone()
         self._wake.set()
 
     # -- working -----------------------------------------------------------------------------------
@@ -222,10 +224,22 @@ class SsdTier:
         with trio.move_on_after(self._config.patience_seconds):
             await self._prepared.wait()
             return
+        if self._prepared.is_set():  # in this very moment
+            return
         seconds = self._config.patience_seconds
         await self._fail(OSError(errno.ETIMEDOUT, f"no answer from the disk for {seconds:g} s"))
         if self._is_loading:
             await self._report_loaded(damaged=0)
+        await self._answer_alone()
+        self._wake.set()
+
+    async def _answer_alone(self) -> None:
+        """Say that the disk fails to who waits for it, while whoever works waits for it too."""
+        for envelope in self._queue.take_clears():
+            await self._clear_later(envelope)
+        syncs, self._syncs = self._syncs, []
+        for sync in syncs:
+            await self._synced(sync, self._failure)
 
     async def _work(self) -> None:
         with self._preparing:
@@ -384,12 +398,8 @@ class SsdTier:
         try:
             await self._in_thread(self._store.clear, message.namespace)
         except OSError as error:
-            # Before anything else is written (rule D11): again, as soon as the disk works.
-            self._failed_clears.append(envelope)
             await self._fail(error)
-            await self._report(
-                NamespaceCleared(message.namespace, message.epoch, error=self._failure)
-            )
+            await self._clear_later(envelope)
             return
         self._counters["clears"] += 1
         name = message.namespace
@@ -398,6 +408,13 @@ class SsdTier:
             await self._report(Deleted(moved.id, moved.allocated_bytes, error=CLEARED))
         self._trash_at = trio.current_time()
         await self._report(NamespaceCleared(message.namespace, message.epoch))
+
+    async def _clear_later(self, envelope: Envelope) -> None:
+        """Before anything else is written, as soon as the disk works (rule D11)."""
+        message = envelope.message
+        assert isinstance(message, ClearNamespace)
+        self._failed_clears.append(envelope)
+        await self._report(NamespaceCleared(message.namespace, message.epoch, error=self._failure))
 
     async def _sync(self) -> None:
         """Tell RamTier whether the directory still stands; it may have been deleted (rule D7).
@@ -413,8 +430,11 @@ class SsdTier:
         await self._report_lost_files()
         drained = await self._drain() if any(sync.drain for sync in syncs) else ""
         for sync in syncs:
-            if sync.sync:  # else it is the prefetcher's, and nobody waits (`directory_missed`)
-                await self._report(Synced(sync.sync, drained if sync.drain else ""))
+            await self._synced(sync, drained)
+
+    async def _synced(self, sync: SyncAll, error: str) -> None:
+        if sync.sync:  # else it is the prefetcher's, and nobody waits (`directory_missed`)
+            await self._report(Synced(sync.sync, error if sync.drain else ""))
 
     async def _drain(self) -> str:
         """Return why what was written may not survive a loss of power; empty where it does."""

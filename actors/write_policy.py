@@ -104,6 +104,12 @@ class WriteQueue:
         """Drop and return every write: the disk fails."""
         return self._take_writes(None)
 
+    def take_clears(self) -> list[Envelope]:
+        """Drop and return every clear: the disk does not answer."""
+        clears = [i.envelope for i in self._items if isinstance(i.envelope.message, ClearNamespace)]
+        self._items = [item for item in self._items if item.envelope not in clears]
+        return clears
+
     def hurry(self) -> None:
         """Void the delays of all that is queued."""
         for item in self._items:

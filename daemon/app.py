@@ -21,6 +21,7 @@ import trio
 from prefixcached import __version__
 from prefixcached.actors.holdings import Holdings
 from prefixcached.actors.mailbox import Outbox
+from prefixcached.daemon.closing import STOP_SECONDS, Closer
 from prefixcached.daemon.config import Config
 from prefixcached.daemon.errors import StartError
 from prefixcached.daemon.exporter import Exporter
@@ -130,7 +131,8 @@ async def serve(
                 nursery.start_soon(_or_stop, stop, tracer.run, traced)
             await _run_storage(config, storage, lock, socket_file, stop, announce, tracer)
             nursery.cancel_scope.cancel()
-    log.info("stopped", socket=str(config.socket))
+        # While the lock is held: who gets it next may be about to remove the log.
+        log.info("stopped", socket=str(config.socket))
 
 
 async def _or_stop(
@@ -179,12 +181,15 @@ async def _run_storage(
         # Nothing but its own failure or the deadline below interrupts storage.
         nursery.cancel_scope.shield = True
         await nursery.start(storage.run)
+        closer = Closer()
         try:
-            await _run_front(config, storage, lock, socket_file, stop, announce, tracer)
+            await _run_front(config, storage, lock, socket_file, stop, announce, tracer, closer)
         finally:
-            socket_file.close()
+            listening = socket_file.remove()
             nursery.cancel_scope.deadline = trio.current_time() + DRAIN_SECONDS
             storage.stop()
+            with trio.move_on_after(STOP_SECONDS, shield=True):
+                await closer.close_listener(listening)
     if nursery.cancel_scope.cancelled_caught:
         log.warning("storage did not finish in time", seconds=DRAIN_SECONDS)
 
@@ -197,6 +202,7 @@ async def _run_front(
     stop: trio.Event,
     announce: Callable[[], None],
     tracer: "Tracer | None",
+    closer: Closer,
 ) -> None:
     started = trio.current_time()
 
@@ -224,6 +230,7 @@ async def _run_front(
         daemon=f"prefixcached {__version__}",
         watch=watch.answer,
         latencies=latencies,
+        closer=closer,
     )
     if tracer is not None:
         settings = replace(settings, answered=tracer.answered)
@@ -277,5 +284,5 @@ async def _stay_reachable(
             log.error("clients cannot reach this daemon any more; stopping", reason=str(error))
             stop.set()
             return
-        listener.move_to(socket_file.socket)
+        await listener.move_to(socket_file.socket)
         log.warning("the socket's file was gone; made it again", socket=str(socket_file.path))

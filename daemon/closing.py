@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
+import structlog
 import trio
 
 CLOSING_THREADS: Final = 16
@@ -24,6 +25,12 @@ CLOSING_THREADS: Final = 16
 STOP_SECONDS: Final = 1.0
 """For a session's descriptors when the daemon stops; what is open then ends with the process, which
 lingers for nothing."""
+
+
+RETRY_SECONDS: Final = 0.25
+"""Between two tries to start a thread."""
+
+log = structlog.get_logger()
 
 
 class Closer:
@@ -41,13 +48,29 @@ class Closer:
         if not descriptors and _is_empty(sock):
             _close_all((sock.detach(),))
             return
-        all_of_it = (*descriptors, sock.detach())
+        await self._close_in_thread((*descriptors, sock.detach()))
+
+    async def close_listener(self, sock: socket.socket) -> None:
+        """Close a listening socket, with what those sent whom nobody has accepted.
+
+        Nothing else is done to it: a supervisor may go on listening.
+        """
+        await self._close_in_thread((sock.detach(),))
+
+    async def _close_in_thread(self, descriptors: Sequence[int]) -> None:
         is_stopping = trio.current_effective_deadline() == -math.inf
         deadline = trio.current_time() + STOP_SECONDS if is_stopping else math.inf
         with trio.CancelScope(shield=is_stopping, deadline=deadline):
-            await trio.to_thread.run_sync(
-                _close_all, all_of_it, limiter=self._threads, abandon_on_cancel=True
-            )
+            while True:
+                try:
+                    await trio.to_thread.run_sync(
+                        _close_all, descriptors, limiter=self._threads, abandon_on_cancel=True
+                    )
+                except RuntimeError as error:  # this user has as many threads as he may
+                    log.warning("cannot start a thread to close with", error=str(error))
+                    await trio.sleep(RETRY_SECONDS)
+                else:
+                    return
 
 
 def _is_empty(sock: socket.socket) -> bool:

@@ -113,12 +113,12 @@ class Listener:
         """Return what each connection does now, the oldest first."""
         return [session.activity() for session in self._sessions.values()]
 
-    def move_to(self, sock: socket.socket) -> None:
+    async def move_to(self, sock: socket.socket) -> None:
         """Accept from another listening socket, and close the one before; sessions go on."""
         sock.setblocking(False)
         before, self._socket = self._socket, sock
         trio.lowlevel.notify_closing(before)
-        before.close()
+        await self._settings.closer.close_listener(before)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Accept until cancelled; then every session is cancelled too."""

@@ -198,15 +198,17 @@ class SocketFile:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        self.remove().close()
 
-    def close(self) -> None:
-        """Close the socket and remove its file, so that clients see at once that nobody serves.
+    def remove(self) -> socket.socket:
+        """Remove the file, so that clients see at once that nobody serves.
 
-        A second call does nothing. A file that cannot be removed is left for the next daemon, since
-        storage is to be stopped yet.
+        A second call removes nothing. A file that cannot be removed is left for the next daemon,
+        since storage is to be stopped yet.
+
+        Returns:
+            The socket, which is to be closed where it may take long: clients may wait in it.
         """
-        self.socket.close()
         # Somebody may have removed ours and put another there: leave what is not ours.
         if self._identity is not None and self.is_in_place:
             try:
@@ -218,6 +220,7 @@ class SocketFile:
                     error=error.strerror,
                 )
         self._identity = None
+        return self.socket
 
 
 def check_path(path: Path) -> None:

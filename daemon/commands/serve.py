@@ -68,7 +68,7 @@ def serve(
     followed_bytes: int | None,
     **flags: Any,
 ) -> None:
-    """Run the daemon in the foreground until SIGTERM, Ctrl-C or the end of its terminal.
+    """Run the daemon in the foreground until SIGTERM or Ctrl-C.
 
     Prints READY and the socket's path when it serves. Logs to standard error: for people on a
     terminal, else a JSON object a line. With --log-file it prints FAILED and why if it cannot.

@@ -975,6 +975,33 @@ async def test_ram_goes_on_alone_while_the_disk_spins_up(tmp_path: Path) -> None
         assert sum(len(batch.entries) for batch in desk.heard_of(Loaded)) == 1
 
 
+@pytest.mark.parametrize("is_early", [True, False], ids=["before", "after"])
+async def test_who_waits_for_a_disk_that_does_not_answer_is_told(
+    tmp_path: Path, *, is_early: bool
+) -> None:
+    """D7, D11, C4: also what was asked before patience ran out; the clear happens once it works."""
+    async with running(tmp_path / "state") as desk:
+        entry = await desk.written(segment(seed=1))
+    system = SpinningUpFs()
+    impatient = msgspec.structs.replace(QUICK, patience_seconds=0.05)
+    try:
+        async with running(tmp_path / "state", system, impatient) as desk:
+            await desk.tell(ScanDirectory())
+            if not is_early:
+                assert not (await desk.hear(DiskChanged)).healthy
+            await desk.tell(ClearNamespace(None, 1))
+            await desk.tell(SyncAll(1))
+            await desk.tell(SyncAll(2, drain=True))
+            assert "no answer" in (await desk.hear(NamespaceCleared)).error
+            assert not (await desk.hear(Synced)).error
+            assert "no answer" in (await desk.hear(Synced)).error
+            system.gate.set()
+            assert not (await desk.hear(NamespaceCleared)).error
+            assert not file_of(desk, entry).exists()
+    finally:
+        system.gate.set()
+
+
 async def test_nothing_is_said_of_a_disk_that_is_ready_soon(tmp_path: Path) -> None:
     """D10: RamTier hears what the files are, and nothing else."""
     async with running(tmp_path / "state") as desk:

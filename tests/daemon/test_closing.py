@@ -5,7 +5,9 @@ import os
 import socket
 import struct
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import trio.testing
 
 from prefixcached.daemon import closing
 from prefixcached.daemon import listener as listener_module
+from prefixcached.daemon.socket_file import SocketFile
 from prefixcached.daemon.sockets import MessageSocket
 from prefixcached.protocol import messages as m
 from prefixcached.protocol.framing import encode
@@ -206,3 +209,42 @@ async def test_a_socket_that_cannot_be_set_up_ends_one_session(
         client.close()
     await comes_to(front, broken=1)
     await served(front)
+
+
+async def test_where_no_thread_can_be_started_others_are_served(
+    front: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C3: the session is closed once there is one."""
+    monkeypatch.setattr(closing, "RETRY_SECONDS", 0.01)
+    run_sync = trio.to_thread.run_sync
+    read, write = os.pipe()
+
+    async def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async with connected(front.path) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(trio.to_thread, "run_sync", refuse)
+            await client.send(encode(m.Status()), [read])
+            await client.failed()
+            await served(front)
+        assert trio.to_thread.run_sync is run_sync
+        await comes_to(front, protocol=1, closed=1)
+    os.close(read)
+    os.close(write)
+
+
+async def test_clients_that_nobody_accepted_hold_no_stop(tmp_path: Path, slow: SlowToClose) -> None:
+    """C3, DESIGN 4: what they sent is closed with the listening socket."""
+    path = tmp_path / "s"
+    with SocketFile(path) as socket_file, socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+        socket.send_fds(client, [b"x"], [slow.descriptor])
+        slow.leave()
+        started = time.monotonic()
+        listening = socket_file.remove()
+        with trio.move_on_after(0.1):
+            await closing.Closer().close_listener(listening)
+        assert time.monotonic() - started < SOON_SECONDS
+        assert not path.exists()
+    slow.release()

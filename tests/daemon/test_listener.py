@@ -47,7 +47,7 @@ async def test_a_listener_moves_to_another_socket_and_keeps_its_sessions(front: 
         with socket.socket(socket.AF_UNIX) as other:
             other.bind(str(front.path))
             other.listen()
-            front.listener.move_to(other)
+            await front.listener.move_to(other)
             async with connected(front.path) as newcomer:
                 assert isinstance(await newcomer.ask(m.Clear()), m.Cleared)
                 assert isinstance(await client.ask(m.Clear()), m.Cleared)

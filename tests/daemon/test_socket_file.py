@@ -137,7 +137,7 @@ def test_closing_twice_is_closing_once(directory: Path) -> None:
     """The socket goes when the front does; the context ends later."""
     path = directory / "s"
     with SocketFile(path) as socket_file:
-        socket_file.close()
+        socket_file.remove().close()
         path.touch()
     assert path.exists()
 
@@ -153,7 +153,7 @@ def test_a_file_that_cannot_be_removed_ends_nothing(
     with structlog.testing.capture_logs() as logged, monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", refused)
         with SocketFile(directory / "s") as socket_file:
-            socket_file.close()
+            socket_file.remove().close()
     assert socket_file.socket.fileno() == -1
     assert [line["error"] for line in logged] == ["Read-only file system"]
 
