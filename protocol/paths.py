@@ -6,6 +6,7 @@ or $TMPDIR, whose files the system deletes after days (PLATFORM 1.6).
 
 import contextlib
 import os
+import re
 import stat
 import sys
 from collections.abc import Mapping
@@ -140,13 +141,27 @@ def service_socket(file: Path) -> Path | None:
 
     Never raises: a client asks on its way to a miss.
     """
-    if file.suffix == ".plist":
-        with contextlib.suppress(LookupError, TypeError):
-            return Path(property_list(file)["Sockets"]["Listener"]["SockPathName"])
-    else:
-        for path in unit_values(file, "ListenStream"):
-            return Path(path.replace("%%", "%"))  # where % begins a specifier
+    with contextlib.suppress(LookupError, TypeError):
+        if file.suffix == ".plist":
+            named = [property_list(file)["Sockets"]["Listener"]["SockPathName"]]
+        else:
+            named = [specified(value) for value in unit_values(file, "ListenStream")]
+        # Others are ports, or would lie wherever whoever asks happens to stand.
+        return next((Path(path) for path in named if os.path.isabs(path)), None)
     return None
+
+
+def specified(written: str) -> str:
+    """What systemd reads where ``written`` is in a unit: ``%h`` the home, ``%t`` the runtime.
+
+    Another specifier stays as it is.
+    """
+    stands_for = {
+        "%": "%",
+        "h": os.path.expanduser("~"),  # Path.home raises where nobody knows it
+        "t": os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}",
+    }
+    return re.sub("%(.)", lambda found: stands_for.get(found[1], found[0]), written)
 
 
 def property_list(file: Path) -> dict[str, Any]:
@@ -164,8 +179,9 @@ def property_list(file: Path) -> dict[str, Any]:
 def unit_values(file: Path, name: str) -> list[str]:
     """What stands behind ``name=`` in a unit of systemd; nothing where the file is not there."""
     try:
-        lines = os.fsdecode(file.read_bytes()).split("\n")
+        text = os.fsdecode(file.read_bytes())
     except OSError:
         return []
+    lines = text.replace("\\\n", " ").split("\n")  # a line may go on in the next
     pairs = (line.partition("=") for line in lines)
     return [value.strip() for key, _, value in pairs if key.strip() == name]

@@ -11,7 +11,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from prefixcached.daemon import config, options
+from prefixcached.daemon import options
 from prefixcached.daemon.command_group import CommandGroup
 from prefixcached.daemon.commands.asking import reported_by
 from prefixcached.daemon.commands.common import (
@@ -29,6 +29,7 @@ from prefixcached.daemon.service.installed import installed
 from prefixcached.daemon.service.launch_agent import LaunchAgent
 from prefixcached.daemon.service.plan import Service, ServiceError, ServicePlan, make_plan
 from prefixcached.daemon.service.purge import purge as purge_plan
+from prefixcached.daemon.service.purge import state_dir_of
 from prefixcached.daemon.service.systemd_units import SystemdUnits
 from prefixcached.daemon.socket_file import check_path
 from prefixcached.protocol.paths import SOCKET_VARIABLE, log_file
@@ -78,8 +79,9 @@ def uninstall(socket: Path, config_file: Path | None, *, purge: bool) -> None:
     """Stop the daemon and remove the service; say what was removed."""
     with _failures():
         plan = _plan(socket, config_file)
-        state_dir = _state_dir(plan) if purge else None
-        _say(of_this_platform(plan).uninstall())
+        state_dir = state_dir_of(plan) if purge else None
+        supervisor = of_this_platform(plan)
+        _say(supervisor.end())
         if state_dir is not None:
             if running.is_locked(plan.lock_file):
                 raise ServiceError(
@@ -87,6 +89,8 @@ def uninstall(socket: Path, config_file: Path | None, *, purge: bool) -> None:
                     "then run this again"
                 )
             _say(purge_plan(plan, state_dir))
+        # Last, since they alone say what to purge: who is told of a failure runs this again.
+        _say(supervisor.remove())
 
 
 @service.command(epilog="Example: prefixcached service start")
@@ -172,8 +176,11 @@ def _new_plan(socket: Path, config_file: Path | None, is_resident: bool | None) 
             socket = old.socket
             kept.append(f"--socket {socket}")
         if config_file is None and old.config_file is not None:
-            config_file = old.config_file
-            kept.append(f"--config {config_file}")
+            if running.is_gone(old.config_file):
+                say(f"no longer --config {old.config_file}: it does not exist", err=True)
+            else:
+                config_file = old.config_file
+                kept.append(f"--config {config_file}")
         if is_resident is None and old.is_resident:
             is_resident = True
             kept.append("--resident")
@@ -199,22 +206,6 @@ def _plan(socket: Path, config_file: Path | None = None) -> ServicePlan:
             raise ServiceError(f"{where}, not at {socket}; leave --socket away")
         say(where, err=True)
     return make_plan(old.socket, config_file=config_file or old.config_file)
-
-
-def _state_dir(plan: ServicePlan) -> Path:
-    """Where the daemon of ``plan`` keeps its files; a service sees no variables of this shell.
-
-    Raises:
-        OptionError: The configuration, which says so, is wrong.
-    """
-    chosen = options.options_of(
-        options.gather(
-            {},
-            file=plan.config_file if plan.extra else None,
-            environment=None if installed() is None else {},
-        )
-    )
-    return chosen.state_dir or config.default_state_dir()
 
 
 def _is_flag(name: str) -> bool:

@@ -10,7 +10,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from prefixcached.protocol.paths import property_list, service_files, service_socket, unit_values
+from prefixcached.protocol.paths import (
+    property_list,
+    service_files,
+    service_socket,
+    specified,
+    unit_values,
+)
 
 ENABLED_LINK: Final = Path("default.target.wants")
 """Where the directory of the units has a link to a service that starts at login."""
@@ -32,8 +38,14 @@ class Told(NamedTuple):
 
 def installed() -> Told | None:
     """What this platform's service was told; None where none is installed, or its file is none."""
+    file = installed_file()
+    return None if file is None else told_by(file)
+
+
+def installed_file() -> Path | None:
+    """The file of this platform's service that names its socket; None where it is not there."""
     suffix = ".plist" if sys.platform == "darwin" else ".socket"
-    return next((told_by(file) for file in service_files() if file.suffix == suffix), None)
+    return next((one for one in service_files() if one.suffix == suffix and one.exists()), None)
 
 
 def told_by(file: Path) -> Told | None:
@@ -61,14 +73,16 @@ def _command(service: Path) -> list[str]:
             words = shlex.split(line)
         except ValueError:  # somebody's own line, with a quote too many
             break
-        return [word.replace("%%", "%").replace("$$", "$") for word in words]
+        return [specified(word).replace("$$", "$") for word in words]
     return []
 
 
 def _config_file(arguments: object) -> Path | None:
     if not isinstance(arguments, list):
         return None
-    for flag, value in pairwise(arguments):
-        if flag == "--config":
-            return Path(str(value))
+    words = [str(argument) for argument in arguments]
+    for word, following in pairwise([*words, ""]):
+        flag, is_joined, joined = word.partition("=")
+        if flag == "--config" and (value := joined if is_joined else following):
+            return Path(value)
     return None

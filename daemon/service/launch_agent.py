@@ -113,12 +113,13 @@ class LaunchAgent:
             running.restore(before)
             raise
 
-    def uninstall(self) -> list[str]:
+    def end(self) -> list[str]:
         """See `plan.Service`."""
-        said = self.stop()
-        if running.remove(self._plan.agent_file):
-            said.append(f"removed {self._plan.agent_file}")
-        return said
+        return self.stop()
+
+    def remove(self) -> list[str]:
+        """See `plan.Service`."""
+        return [f"removed {path}" for path in self.files if running.remove(path)]
 
     def start(self) -> list[str]:
         """See `plan.Service`.

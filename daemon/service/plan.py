@@ -105,8 +105,12 @@ class Service(Protocol):
         """Write its files and load it, again if it is; a failure leaves the files as they were."""
         ...
 
-    def uninstall(self) -> list[str]:
-        """Stop it and remove its files."""
+    def end(self) -> list[str]:
+        """Stop it as far as it is installed and something can run it, so that it may go."""
+        ...
+
+    def remove(self) -> list[str]:
+        """Remove the files of one that was ended: what it was told is known to them alone."""
         ...
 
     def start(self) -> list[str]:

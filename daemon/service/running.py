@@ -54,6 +54,17 @@ def run(command: Sequence[str], environment: Mapping[str, str] | None = None) ->
     return done.returncode, done.stdout.strip()
 
 
+def is_gone(file: Path) -> bool:
+    """Whether there is no such file; one that cannot be looked at is there."""
+    try:
+        file.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        pass
+    return False
+
+
 def write_file(path: Path, content: bytes) -> bool:
     """Put ``content`` in place whole, readable by all as launchd wants it; False if it stood there.
 

@@ -35,6 +35,9 @@ _ENABLED: Final = (
 )
 """The links in the directory of the units by which systemd knows that they are enabled."""
 
+_DOWN: Final = ("inactive", "failed")
+"""States of a unit of which nothing runs; `is-active` knows none but "active" itself."""
+
 _NO_JOURNAL: Final = "No journal files"
 """How journalctl begins where it can read no journal; it ends with 0 all the same."""
 
@@ -120,7 +123,7 @@ class SystemdUnits:
         """
         self._require_manager()
         self._refuse_outsider()
-        said = self.stop() if self.is_loaded() else []
+        said = self.stop() if self._is_active() else []
         before = running.contents_of(self.files)
         try:
             said.extend(running.write_files(self.render()))
@@ -132,17 +135,22 @@ class SystemdUnits:
             raise
         return [*said, "loaded"]
 
-    def uninstall(self) -> list[str]:
+    def end(self) -> list[str]:
         """See `plan.Service`."""
-        if not any(path.exists() for path in self.files):
+        if not self._is_there():
             return ["not installed"]
-        if reason := self.absence():
-            links = [self._plan.unit_dir / link for link in _ENABLED]
-            paths = [*self.files, *links]
-            return [reason, *(f"removed {path}" for path in paths if running.remove(path))]
-        said = self.stop()
+        reason = self.absence()
+        return [reason] if reason else self.stop()
+
+    def remove(self) -> list[str]:
+        """See `plan.Service`."""
+        if not self._is_there():
+            return []
+        if self.absence():
+            paths = [*self.files, *(self._plan.unit_dir / link for link in _ENABLED)]
+            return [f"removed {path}" for path in paths if running.remove(path)]
         self._call("disable", SOCKET_UNIT, SERVICE_UNIT)
-        said.extend(f"removed {path}" for path in self.files if running.remove(path))
+        said = [f"removed {path}" for path in self.files if running.remove(path)]
         self._must("daemon-reload")
         return said
 
@@ -156,8 +164,11 @@ class SystemdUnits:
             raise ServiceError("no service is installed; run: prefixcached service install")
         self._require_manager()
         self._refuse_outsider()
+        # systemd listens nowhere for a service that still runs: one that ends, or whose socket
+        # unit failed.
+        said = self.stop() if self._is_active() and not self.is_loaded() else []
         self._must("start", SOCKET_UNIT, SERVICE_UNIT)
-        return ["started"]
+        return [*said, "started"]
 
     def stop(self) -> list[str]:
         """See `plan.Service`."""
@@ -199,9 +210,17 @@ class SystemdUnits:
     def _installed_lock(self) -> Path:
         return running.lock_of_installed(self._plan.unit_dir / SOCKET_UNIT, self._plan)
 
+    def _is_there(self) -> bool:
+        return any(path.exists() for path in self.files)
+
     def _is_active(self) -> bool:
-        """Whether one of both runs: a service may go on after its socket unit has failed."""
-        return not self._call("is-active", "--quiet", SOCKET_UNIT, SERVICE_UNIT)[0]
+        """Whether one of both runs, or is about to, or still ends its work.
+
+        A service may go on after its socket unit has failed.
+        """
+        _, text = self._call("show", "--property=ActiveState", SOCKET_UNIT, SERVICE_UNIT)
+        pairs = [line.partition("=") for line in text.splitlines()]
+        return any(key == "ActiveState" and state not in _DOWN for key, _, state in pairs)
 
     def _refuse_outsider(self) -> None:
         if self._installed_lock() != self._plan.lock_file or not self._is_active():
@@ -212,8 +231,7 @@ class SystemdUnits:
         if not reason:
             return
         # Left there they would keep clients from starting the daemon.
-        is_there = any(path.exists() for path in self.files)
-        first = "run `prefixcached service uninstall`, then " if is_there else ""
+        first = "run `prefixcached service uninstall`, then " if self._is_there() else ""
         raise ServiceError(f"{reason}; {first}{WITHOUT_A_SERVICE}")
 
     def _load(self) -> None:

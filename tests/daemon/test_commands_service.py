@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from prefixcached.daemon.service import running
 from prefixcached.daemon.service.plan import ServiceError, ServicePlan, console_script
 from prefixcached.daemon.service.purge import purge as purge_plan
 from tests.daemon.command_line import invoke
@@ -23,6 +24,7 @@ pid=$(cat "$0.pid" 2>/dev/null)
 case "$*" in
   is-active*) test -n "$pid"; exit $? ;;
   "show --property=Version") echo Version=255 ;;
+  "show --property=ActiveState"*) test -z "$pid" || echo ActiveState=active ;;
   "enable --now prefixcached.socket" | start*)
     setsid systemd-socket-activate -l "$SERVICE_SOCKET" -E HOME -E XDG_CACHE_HOME \\
       -E XDG_CONFIG_HOME -E PREFIXCACHED_RAM_BYTES -E PREFIXCACHED_SSD_BYTES \\
@@ -152,6 +154,21 @@ def test_a_purge_takes_nothing_where_no_daemon_worked(directory: Path) -> None:
     assert (directory / "trash" / "mine").is_dir()
 
 
+def test_a_purge_that_fails_leaves_the_configuration(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says where the rest is, which the next purge must find."""
+
+    def refused(tree: Path) -> bool:
+        raise ServiceError(f"cannot remove {tree}: Input/output error")
+
+    plan = left_by_a_daemon(directory)
+    monkeypatch.setattr(running, "remove_tree", refused)
+    with pytest.raises(ServiceError):
+        list(purge_plan(plan, directory))
+    assert plan.config_file.exists()
+
+
 def test_a_purge_beside_a_running_daemon_is_refused(
     home: dict[str, str | None], daemon: DaemonProcess
 ) -> None:
@@ -219,7 +236,7 @@ def test_where_no_manager_answers_every_verb_says_what_to_do(
     for purge in ([], ["--purge"]):
         units.mkdir(parents=True, exist_ok=True)
         for name in ("prefixcached.socket", "prefixcached.service"):
-            (units / name).write_text("")
+            (units / name).write_text(f"ListenStream={home['PREFIXCACHED_SOCKET']}\n")
         assert "loaded     no: no systemd" in invoke("service", "status", environment=home).output
         findings = json.loads(invoke("doctor", "--json", environment=home).output)["findings"]
         (finding,) = [one for one in findings if one["what"] == "service"]

@@ -1,5 +1,6 @@
 """`service` acts on the service that is installed, and installs it again as it was told."""
 
+import fcntl
 import os
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ links="$XDG_CONFIG_HOME/systemd/user/default.target.wants"
 case "$*" in
   is-active*) test -e "$0.active"; exit $? ;;
   "show --property=Version") echo Version=255 ;;
+  "show --property=ActiveState"*) test ! -e "$0.active" || echo ActiveState=active ;;
   "enable --now prefixcached.socket" | start*) touch "$0.active" ;;
   "enable --now prefixcached.service")
     mkdir -p "$links"; ln -sf ../prefixcached.service "$links/prefixcached.service" ;;
@@ -114,8 +116,65 @@ def test_a_wrong_configuration_keeps_no_service_from_stopping(home: Home) -> Non
     """Only a purge must know what it says."""
     home.file.unlink()
     home.run("stop")
-    assert "does not exist" in home.run("uninstall", "--purge", code=2)
+    home.run("start")
     assert "removed" in home.run("uninstall")
+
+
+def test_a_purge_is_refused_where_the_configuration_that_says_what_is_gone(home: Home) -> None:
+    """What lies at the default place may be another daemon's; the ways out are named."""
+    home.file.unlink()
+    cache = home.file.with_name("cache") / "prefixcached" / "segments.noindex"
+    cache.mkdir(parents=True)
+    refused = home.run("uninstall", "--purge", code=1)
+    assert f"{home.file}, which says where the cache is, does not exist" in refused
+    assert "--config FILE, or leave --purge away" in refused
+    assert cache.is_dir()
+    assert "loaded     yes" in home.run("status", code=3)
+    other = home.file.with_name("other.toml")
+    other.write_text(f'state_dir = "{home.state_dir}"\n')
+    (home.state_dir / "segments.noindex").mkdir(parents=True)
+    said = home.run("uninstall", "--purge", "--config", str(other))
+    assert f"removed {home.state_dir / 'segments.noindex'}\n" in said
+    assert cache.is_dir()
+
+
+def test_a_purge_is_refused_where_the_units_name_no_socket(home: Home) -> None:
+    """What this shell names may be another daemon's; the ways out are named."""
+    (home.units / "prefixcached.socket").write_text("[Socket]\nListenStream=%Y/s\n")
+    cache = home.file.with_name("cache") / "prefixcached" / "segments.noindex"
+    cache.mkdir(parents=True)
+    refused = home.run("uninstall", "--purge", code=1)
+    assert "does not say where the service listens" in refused
+    assert "leave --purge away" in refused
+    assert cache.is_dir()
+    assert "removed" in home.run("uninstall")
+
+
+def test_a_configuration_that_is_gone_is_not_told_again(home: Home) -> None:
+    """It would keep every install from working; the service is installed without it."""
+    home.file.unlink()
+    said = home.run("install")
+    assert f"no longer --config {home.file}: it does not exist\n" in said
+    assert f"as it was installed before: --socket {home.socket} --resident\n" in said
+    assert "--config" not in home.contents()["prefixcached.service"]
+
+
+def test_a_purge_that_failed_can_be_run_again(home: Home) -> None:
+    """It finds the service as it was told, and takes nothing of the default place for its own."""
+    shells = home.file.with_name("cache") / "prefixcached" / "segments.noindex"
+    (home.state_dir / "segments.noindex").mkdir(parents=True)
+    shells.mkdir(parents=True)
+    lock_file = home.socket.with_name("s.lock")
+    home.run("stop")  # else `uninstall` waits for the daemon that has the lock
+    with lock_file.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "then run this again" in home.run("uninstall", "--purge", code=1)
+    assert len(home.contents()) == 2
+    said = home.run("uninstall", "--purge")
+    assert f"removed {home.state_dir / 'segments.noindex'}\n" in said
+    assert f"removed {home.file}\n" in said
+    assert not list(home.units.glob("prefixcached.*"))
+    assert shells.is_dir()
 
 
 def test_a_purge_removes_what_the_installed_service_used(home: Home) -> None:

@@ -53,6 +53,25 @@ def test_what_systemd_was_told_is_read_back(
     assert told_by(tmp_path / systemd_units.SOCKET_UNIT) == told(plan, is_resident=is_resident)
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "serve --config=/c%%/my.toml", "serve --config %t/my.toml", "serve --config=%h/my.toml",
+        "serve \\\n  --config=%h/my.toml",
+    ],
+)  # fmt: skip
+def test_a_configuration_is_read_back_as_people_write_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """An install again must not lose it, nor a purge take the default directory for its own."""
+    monkeypatch.setenv("HOME", "/c%")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/c%")
+    unit = tmp_path / "u.socket"
+    unit.write_text("[Socket]\nListenStream=/s\n")
+    unit.with_suffix(".service").write_text(f"[Service]\nExecStart={command}\n")
+    assert told_by(unit) == Told(Path("/s"), Path("/c%/my.toml"), is_resident=False)
+
+
 def test_a_file_of_somebodys_own_tells_what_it_can(tmp_path: Path) -> None:
     """A verb must not fail for it: what cannot be read was not told."""
     socket = {"Listener": {"SockPathName": "/s"}}

@@ -393,7 +393,7 @@ def test_a_start_makes_the_directories_again(agent: LaunchAgent, plan: ServicePl
 def test_start_and_uninstall_may_be_repeated(
     agent: LaunchAgent, plan: ServicePlan, launchd: Launchd
 ) -> None:
-    """Start never kills; uninstall of nothing says so."""
+    """Start never kills; the end of nothing says so."""
     with pytest.raises(ServiceError, match="service install"):
         agent.start()
     agent.install()
@@ -401,8 +401,10 @@ def test_start_and_uninstall_may_be_repeated(
     agent.stop()
     agent.start()
     assert ["kickstart", f"{GUI}/{LABEL}"] in launchd.calls()
-    assert f"removed {plan.agent_file}" in agent.uninstall()
-    assert agent.uninstall() == ["not loaded"]
+    assert agent.end() == ["stopped"]
+    assert agent.remove() == [f"removed {plan.agent_file}"]
+    assert agent.end() == ["not loaded"]
+    assert agent.remove() == []
     assert launchd.loaded == []
 
 

@@ -19,6 +19,8 @@ shift # --user
 echo "$*" >> "$0.calls"
 case "$*" in
   is-active*) test -e "$0.active"; exit $? ;;
+  "show --property=ActiveState"*)
+    cat "$0.states" 2>/dev/null || { test ! -e "$0.active" || echo ActiveState=active; }; exit ;;
   show*) test ! -e "$0.absent" && echo "Version=255"; echo "$XDG_RUNTIME_DIR" > "$0.runtime" ;;
   "enable --now prefixcached.socket" | start*) touch "$0.active" ;;
   stop*) rm -f "$0.active" ;;
@@ -130,9 +132,10 @@ def test_verbs_may_be_repeated(units: SystemdUnits, systemctl: Path) -> None:
     assert not units.is_loaded()
     units.start()
     assert units.is_loaded()
-    said = units.uninstall()
-    assert [line for line in said if line.startswith("removed")]
-    assert units.uninstall() == ["not installed"]
+    assert units.end() == ["stopped"]
+    assert units.remove() == [f"removed {path}" for path in units.files]
+    assert units.end() == ["not installed"]
+    assert units.remove() == []
     assert not any(path.exists() for path in units.files)
 
 
@@ -221,9 +224,9 @@ def test_uninstall_needs_no_manager(
     Path(f"{systemctl}.absent").touch()
     with pytest.raises(ServiceError, match="run `prefixcached service uninstall`"):
         units.start()
-    said = units.uninstall()
-    assert said[0].startswith("no systemd user manager here")
-    assert said[1:] == [f"removed {path}" for path in (*units.files, link)]
+    (said,) = units.end()
+    assert said.startswith("no systemd user manager here")
+    assert units.remove() == [f"removed {path}" for path in (*units.files, link)]
     assert not any(path.exists() for path in units.files)
     assert not link.is_symlink()
 
@@ -239,6 +242,29 @@ def test_a_start_leaves_another_daemon_its_socket(
         with pytest.raises(ServiceError, match="no service runs at"):
             units.start()
     assert "start prefixcached.socket prefixcached.service" not in calls(systemctl)
+
+
+@pytest.mark.parametrize(
+    "states", [("inactive", "deactivating"), ("failed", "active"), ("inactive", "activating")]
+)
+@pytest.mark.parametrize("verb", ["start", "install"])
+def test_a_service_that_still_runs_is_ended_first(
+    units: SystemdUnits, plan: ServicePlan, systemctl: Path, verb: str, states: tuple[str, str]
+) -> None:
+    """It is no outsider, and systemd starts no socket of a service that runs or still ends."""
+    units.install()
+    units.stop()
+    Path(f"{systemctl}.states").write_text("\n\n".join(f"ActiveState={one}" for one in states))
+    Path(f"{systemctl}.calls").unlink()
+    with plan.lock_file.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "stopped" in getattr(units, verb)()
+    both = "prefixcached.socket prefixcached.service"
+    acting = [call for call in calls(systemctl) if call.startswith(("stop", "start", "enable"))]
+    assert acting == [
+        f"stop {both}",
+        f"start {both}" if verb == "start" else "enable --now prefixcached.socket",
+    ]
 
 
 def test_stop_waits_for_the_service_alone(plan: ServicePlan, systemctl: Path) -> None:

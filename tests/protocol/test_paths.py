@@ -132,6 +132,33 @@ def test_a_service_does_not_hold_a_socket_whose_path_its_own_begins_with(
     assert service_of(Path("/mac/sock")) is None
 
 
+@pytest.mark.parametrize("runtime", ["/runtime", None])
+def test_a_unit_of_somebodys_own_names_the_socket_as_systemd_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: str | None
+) -> None:
+    """PLATFORM 1.3: `%t` and `%h` stand for the user's directories, `%%t` for itself."""
+    monkeypatch.setenv("HOME", "/home/%t")
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    if runtime is not None:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
+    unit = tmp_path / "unit.socket"
+    runtime = runtime or f"/run/user/{os.getuid()}"
+    for written, read in (("%t/s", f"{runtime}/s"), ("%h/s", "/home/%t/s"), ("/%%t/s", "/%t/s")):
+        unit.write_text(f"[Socket]\nListenStream={written}\n")
+        assert service_socket(unit) == Path(read)
+
+
+@pytest.mark.parametrize("written", ["s", "8080", "%Y/s", "%", ""])
+def test_a_socket_of_no_absolute_path_is_none(tmp_path: Path, written: str) -> None:
+    """PLATFORM 1.3: it would be another file in each directory in which somebody asks."""
+    unit = tmp_path / "unit.socket"
+    unit.write_text(f"[Socket]\nListenStream={written}\n")
+    assert service_socket(unit) is None
+    agent = tmp_path / "agent.plist"
+    agent.write_bytes(plistlib.dumps({"Sockets": {"Listener": {"SockPathName": written}}}))
+    assert service_socket(agent) is None
+
+
 @pytest.mark.parametrize(
     "content",
     [
