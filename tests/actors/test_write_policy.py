@@ -138,6 +138,18 @@ def test_a_clear_without_deletions_goes_first() -> None:
     assert [queue.next(5.0), queue.next(5.0)] == others
 
 
+def test_clears_that_are_taken_back_leave_the_rest_in_order() -> None:
+    """D7, D11: a disk that does not answer is to carry them out later, once each."""
+    queue = WriteQueue()
+    deletion, clears = delete("x"), [Envelope(ClearNamespace(name, 1)) for name in ("a", None)]
+    queue.add_delete(deletion)
+    for clear in clears:
+        queue.add_clear(clear, None)
+    assert queue.take_clears() == clears
+    assert queue.take_clears() == []
+    assert [queue.next(0.0), queue.next(0.0)] == [deletion, None]
+
+
 def test_the_meter_stops_at_its_budget() -> None:
     """D6: what would exceed the budget of 24 hours is refused until the window has moved."""
     meter = WriteMeter(100)
