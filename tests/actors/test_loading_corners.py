@@ -8,7 +8,7 @@ import xxhash
 
 from prefixcached.protocol import messages as wire
 from prefixcached.protocol.actor_messages import DeleteFile, Loaded
-from prefixcached.protocol.image import ImageKind
+from prefixcached.protocol.image import ImageKind, ImageSpec
 from prefixcached.protocol.tokens import pack_tokens
 from tests.actors.test_loading import filled, object_and_prompt, replaced, restarted
 from tests.support.core import Core, small_config
@@ -316,6 +316,27 @@ def test_of_two_files_from_the_future_the_newer_is_kept() -> None:
     )  # fmt: skip
     core.send(Loaded((old, new), {file.entry.header.schema_digest: file.schema}, done=True))
     assert set(core.index.entries) == {new.header.id}
+
+
+def test_of_one_path_the_longer_file_stays_though_the_shorter_was_used_later() -> None:
+    """D8: a crash came between the rename of what absorbed it and its deletion."""
+    core, file = one_file()
+    long = file.entry
+    short = msgspec.structs.replace(
+        replaced(long, id="a" * 32, spec=ImageSpec(ImageKind.SEGMENT, 0, 5)), path="0" * 32 + "/a",
+        tokens=pack_tokens(sequence(5)), used_seconds=long.used_seconds + 5,
+    )  # fmt: skip
+    core.send(Loaded((short, long), {long.header.schema_digest: file.schema}, done=True))
+    assert set(core.index.entries) == {long.header.id}
+
+
+def test_a_file_from_the_future_is_as_recent_as_one_of_now() -> None:
+    """E9: a clock that was set back makes nothing old."""
+    core, file = one_file()
+    future = msgspec.structs.replace(file.entry, used_seconds=1e12)
+    core.send(Loaded((future,), {file.entry.header.schema_digest: file.schema}, done=True))
+    (entry,) = core.index.entries.values()
+    assert entry.used == 0
 
 
 @pytest.mark.parametrize("digest", ["0" * 32, "f" * 32])

@@ -124,12 +124,14 @@ def test_a_flipped_bit_of_a_token_is_found_by_the_scan(
     """T12, D3: tokens say what a prompt finds, also those of a file that nobody will read whole."""
     entry = write(store, kind())
     path = path_of(store, entry)
-    flipped = bytearray(path.read_bytes())
-    flipped[-len(entry.tokens)] ^= 1
-    path.write_bytes(flipped)
-    scan = store.scan()
-    assert list(scan) == []
-    assert scan.damaged == 1
+    whole = path.read_bytes()
+    for bit in range(8):
+        flipped = bytearray(whole)
+        flipped[-len(entry.tokens)] ^= 1 << bit
+        path.write_bytes(flipped)
+        scan = store.scan()
+        assert list(scan) == []
+        assert scan.damaged == 1
 
 
 def test_swapped_data_of_one_size(store: Store) -> None:

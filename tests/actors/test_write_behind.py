@@ -614,6 +614,9 @@ def test_the_backlog_counts_what_waits_and_what_is_written() -> None:
     core.advance(1.0)
     disk.step()
     assert core.writes.backlog == core.writes.queued == 2
+    client.store(sequence(10, 4))
+    assert core.writes.backlog == core.writes.queued == 3
+    core.advance(1.0)
     disk.settle()
     assert core.writes.backlog == 0
 

@@ -138,6 +138,15 @@ def test_a_clear_without_deletions_goes_first() -> None:
     assert [queue.next(5.0), queue.next(5.0)] == others
 
 
+def test_what_was_written_before_a_clock_was_set_back_adds_up() -> None:
+    """D6: it counts as written now, beside what was written at this hour before."""
+    meter = WriteMeter(100)
+    meter.record(3, 10 * HOUR)
+    meter.record(1, 12 * HOUR)
+    meter.record(3, 10 * HOUR)
+    assert meter.written_bytes(10 * HOUR) == 7
+
+
 def test_clears_that_are_taken_back_leave_the_rest_in_order() -> None:
     """D7, D11: a disk that does not answer is to carry them out later, once each."""
     queue = WriteQueue()

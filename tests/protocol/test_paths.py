@@ -143,9 +143,19 @@ def test_a_unit_of_somebodys_own_names_the_socket_as_systemd_reads_it(
         monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
     unit = tmp_path / "unit.socket"
     runtime = runtime or f"/run/user/{os.getuid()}"
-    for written, read in (("%t/s", f"{runtime}/s"), ("%h/s", "/home/%t/s"), ("/%%t/s", "/%t/s")):
-        unit.write_text(f"[Socket]\nListenStream={written}\n")
+    for written, read in (
+        ("%t/s", f"{runtime}/s"),
+        ("%h/s", "/home/%t/s"),
+        ("/%%t/s", "/%t/s"),
+        ("/%Y/s", "/%Y/s"),
+    ):
+        unit.write_text(f"[Socket]\nAccept=/no\nListenStream={written}\n")
         assert service_socket(unit) == Path(read)
+
+
+def test_a_unit_that_is_not_there_names_no_socket(tmp_path: Path) -> None:
+    """DESIGN 1.2: somebody may remove it at any time."""
+    assert service_socket(tmp_path / "unit.socket") is None
 
 
 @pytest.mark.parametrize("written", ["s", "8080", "%Y/s", "%", ""])
