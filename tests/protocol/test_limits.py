@@ -45,6 +45,7 @@ MIB: Final = 1 << 20
         f"`most`: integer, 1 to {limits.MAX_HISTORY_ROWS:,}, default {limits.MAX_HISTORY_ROWS:,}",
         f"`series`: at most {limits.MAX_HISTORY_SERIES} maps",
     ],
+    ids=lambda _: "limit",
 )
 def test_the_page_states_each_limit_that_the_code_keeps(sentence: str) -> None:
     """C2: a limit belongs to the wire, so that another number is another version of it."""
@@ -55,6 +56,11 @@ def test_the_rules_state_the_page_and_the_rows_beyond_a_window() -> None:
     """E1, T13: what is charged and what is stored is what docs/behaviour.md says."""
     assert f"whole pages of {limits.PAGE_BYTES / 1024:g} KiB" in RULES
     assert f"Up to {limits.WINDOW_EXTRA_ROWS} further rows" in RULES
+
+
+def test_a_segment_is_small_enough_to_evict_and_large_enough_to_stream() -> None:
+    """DESIGN 3: a long put is several images of at most 128 MiB."""
+    assert limits.SEGMENT_MAX_BYTES == 128 * MIB
 
 
 def stated(default: Any) -> str:
