@@ -26,7 +26,6 @@ STOP_SECONDS: Final = 1.0
 """For a session's descriptors when the daemon stops; what is open then ends with the process, which
 lingers for nothing."""
 
-
 RETRY_SECONDS: Final = 0.25
 """Between two tries to start a thread."""
 
