@@ -99,15 +99,22 @@ def test_files_lie_where_the_desktop_specification_wants_them(
     assert service_files()[1] == tmp_path / ".config/systemd/user/prefixcached.socket"
 
 
-def test_a_service_is_found_by_a_path_that_its_file_must_escape(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """PLATFORM 1.3: a daemon started by hand would remove the supervisor's socket."""
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """Where an agent and a unit of this user would be."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     agent, unit = service_files()
     for file in (agent, unit):
         file.parent.mkdir(parents=True)
+    return agent, unit
+
+
+def test_a_service_is_found_by_a_path_that_its_file_must_escape(
+    places: tuple[Path, Path],
+) -> None:
+    """PLATFORM 1.3: a daemon started by hand would remove the supervisor's socket."""
+    agent, unit = places
     unit.write_text("[Socket]\nListenStream=/100%%/s\n")
     agent.write_bytes(plistlib.dumps({"Sockets": {"Listener": {"SockPathName": "/a&b<c>/s"}}}))
     assert service_of(Path("/100%/s")) == unit
@@ -116,14 +123,10 @@ def test_a_service_is_found_by_a_path_that_its_file_must_escape(
 
 
 def test_a_service_does_not_hold_a_socket_whose_path_its_own_begins_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    places: tuple[Path, Path],
 ) -> None:
     """PLATFORM 1.3: the daemon of `sock` starts beside a service at `sock.work`."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    agent, unit = service_files()
-    for file in (agent, unit):
-        file.parent.mkdir(parents=True)
+    agent, unit = places
     unit.write_text("[Socket]\nListenStream = /run/sock.work\n")
     agent.write_bytes(plistlib.dumps({"Sockets": {"Listener": {"SockPathName": "/mac/sock.work"}}}))
     assert service_of(Path("/run/sock.work")) == unit
